@@ -1,0 +1,114 @@
+"""One line that says how far a long job is: rewritten in place in a terminal, one live output in a notebook.
+
+    with Progress(total=1000, unit="samples") as progress:
+        progress.update(samples=1, tok=812, bytes=5_612_544)
+
+Every number of `update` is what came on top since the last call, so the bytes shown are a true running total. The notebook line is
+plain text behind a display handle: the saved HTML holds its last state, without widgets and without scripts. Into a log file (neither
+terminal nor notebook) it writes a whole line now and then.
+"""
+
+import sys
+import time
+
+
+def duration_text(seconds: float) -> str:
+    """0:07, 4:31, 1:02:45."""
+    minutes, rest = divmod(int(round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def bytes_text(count: int) -> str:
+    """Binary units, three or four digits: 812 B, 5.35 MiB, 923 GiB."""
+    if count < 1024:
+        return f"{count} B"
+    value, unit = float(count), "B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if value < 1000:
+            break
+    return f"{value:.3g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
+
+
+def _in_notebook() -> bool:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()  # a kernel has IPython loaded already
+    return shell is not None and hasattr(shell, "kernel")
+
+
+class Progress:
+    """`total` units to do (0: unknown). `update` adds, `close` writes the last line. Redraws at most a few times a second."""
+
+    def __init__(self, total: int, unit: str = "samples"):
+        self.total, self.unit = total, unit
+        self.samples = self.tok = self.bytes = self.errors = 0
+        self.note = ""
+        self.started_s = time.monotonic()
+        self._notebook = _in_notebook()
+        self._terminal = not self._notebook and sys.stderr.isatty()
+        self._redraw_s = 0.5 if self._notebook else 0.2 if self._terminal else 30.0
+        self._drawn_s, self._width, self._closed = self.started_s, 0, False
+        self._handle = None
+        if self._notebook or self._terminal:
+            self._draw()
+
+    def update(self, samples: int = 0, tok: int = 0, bytes: int = 0, errors: int = 0, note: str | None = None) -> None:
+        """Add to the counts; `errors` are units that failed and count as done. `note` is shown at the end of the line, until the next one."""
+        self.samples += samples
+        self.tok += tok
+        self.bytes += bytes
+        self.errors += errors
+        if note is not None:
+            self.note = note
+        if time.monotonic() - self._drawn_s >= self._redraw_s:
+            self._draw()
+
+    def close(self) -> None:
+        """Write the final state; calling it twice does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._draw()
+            if self._terminal:
+                print(file=sys.stderr)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def line(self) -> str:
+        """The text shown, e.g. `412/1000 samples, 41 % | 14.2 samples/s | 3,412 tok/s | 1.24 GiB | 0 errors | 0:29, 0:41 left`."""
+        elapsed_s = max(time.monotonic() - self.started_s, 1e-9)
+        done = self.samples + self.errors
+        parts = [f"{done:,}/{self.total:,} {self.unit}, {100 * done // self.total} %" if self.total else f"{done:,} {self.unit}"]
+        rate = done / elapsed_s
+        parts.append(f"{rate:.3g} {self.unit}/s" if rate < 1000 else f"{rate:,.0f} {self.unit}/s")
+        if self.tok:
+            parts.append(f"{self.tok / elapsed_s:,.0f} tok/s")
+        if self.bytes:
+            parts.append(bytes_text(self.bytes))
+        parts.append(f"{self.errors:,} error{'' if self.errors == 1 else 's'}")
+        left = duration_text(elapsed_s * (self.total - done) / done) + " left" if done and not self._closed and done < self.total else ""
+        parts.append(", ".join(filter(None, (duration_text(elapsed_s), left))))
+        if self.note:
+            parts.append(self.note)
+        return " | ".join(parts)
+
+    def _draw(self) -> None:
+        text = self.line()
+        self._drawn_s = time.monotonic()
+        if self._notebook:
+            from IPython.display import display
+
+            data = {"text/plain": text}
+            if self._handle is None:
+                self._handle = display(data, raw=True, display_id=True)
+            else:
+                self._handle.update(data, raw=True)
+        elif self._terminal:
+            padding = " " * max(0, self._width - len(text))  # wipes the rest of a longer line before it
+            self._width = len(text)
+            print(f"\r{text}{padding}", end="", file=sys.stderr, flush=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
