@@ -35,6 +35,7 @@ class Config:
     server_url: str = _doc("", "an own, running server with the capture plugin; empty: start one")
     device: str = _doc("cpu", "'cpu' (platform plugin) or 'cuda'")
     dtype: str = _doc("bfloat16", "dtype in which the server computes: bfloat16 or float32")
+    port: int = _doc(0, "port on 127.0.0.1; 0 takes a free one")
     tensor_parallel: int = _doc(1, "GPUs of the server")
     max_total_tok: int = _doc(16384, "tokens of the server's KV cache, all running requests together")
     context_tok: int = _doc(2048, "longest sequence that the server accepts, tokens")

@@ -1,0 +1,272 @@
+"""Start, wait for, inspect and stop the SGLang server of a run: `python -m eyas server up|wait|status|down --profile P`.
+
+The server runs in a session of its own, on 127.0.0.1, with its log and `server.json` (pid, port, command) in the run's
+server folder, so that it outlives a notebook's kernel and is found again. Everything is stopped by that pid.
+"""
+
+import ctypes
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+
+from eyas.config import Config
+from eyas.errors import EyasError
+from eyas.files import data_dir, read_json, write_json
+from eyas.target import Target, check_boundaries, load_target
+
+LOG_TAIL_LINES = 15
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """A server that was started by this project (pid > 0), or somebody's own (pid 0: never stopped by us)."""
+
+    url: str
+    pid: int = 0
+    started: float = 0.0  # the process's creation time: a pid alone may be another process by now
+    folder: Path | None = None
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "server.log"
+
+    def process(self) -> psutil.Process | None:
+        """The running process, or None when it has ended (a zombie has)."""
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.started) < 1.0
+            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+        except psutil.NoSuchProcess:
+            return None
+
+    def wait(self, timeout_s: float) -> "Server":
+        """Until it answers. A process that has died is noticed at once and the end of its log is shown."""
+        end = time.monotonic() + timeout_s
+        while True:
+            if self.pid and self.process() is None:
+                raise EyasError(f"the server died while starting; the end of {_shown(self.log)}:\n{log_tail(self.log)}\n", "", "python -m eyas doctor")
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return self
+            except httpx.HTTPError:
+                pass
+            if time.monotonic() > end:
+                tail = f"; the end of its log:\n{log_tail(self.log)}\n" if self.pid else ""
+                raise EyasError(f"no answer from {self.url} after {timeout_s:.0f} s{tail}", "", "python -m eyas server up -p server_timeout_s 600")
+            time.sleep(0.3)
+
+    def status(self) -> dict:
+        """What matters, read back from the running server and not from the flags that we meant to give it."""
+        try:
+            answer = httpx.get(f"{self.url}/server_info", timeout=30)
+            answer.raise_for_status()
+        except httpx.HTTPError as error:
+            raise EyasError(f"no answer from {self.url}: {type(error).__name__}", "a running SGLang server", "python -m eyas server up") from None
+        info = answer.json()
+        capture = next((state["eyas_capture"] for state in info.get("internal_states", []) if "eyas_capture" in state), None)
+        return {
+            "url": self.url,
+            "pid": self.pid or None,
+            "model": info.get("model_path"),
+            "sglang": info.get("version"),
+            "device": info.get("device"),
+            "dtype": info.get("dtype"),
+            "context_tok": info.get("context_length"),
+            "max_total_tok": info.get("max_total_num_tokens"),
+            "radix_cache": not info.get("disable_radix_cache", False),
+            "chunked_prefill": (info.get("chunked_prefill_size") or -1) > 0,
+            "overlap": not info.get("disable_overlap_schedule", False),
+            "prefill_graph": info.get("cuda_graph_backend_prefill") not in (None, "disabled"),
+            "capture": capture,  # None: the plugin is not on
+            "flags": {name: info.get(name) for name in ("attention_backend", "sampling_backend", "tp_size", "random_seed", "mem_fraction_static")},
+        }
+
+    def down(self, timeout_s: float = 20.0) -> None:
+        """Stop the process group of our own server; never anybody else's."""
+        if not self.pid:
+            return
+        process = self.process()
+        if process is not None:
+            family = [process, *process.children(recursive=True)]
+            for sign, patience_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, 10.0)):
+                for member in family:
+                    try:
+                        member.send_signal(sign)
+                    except psutil.NoSuchProcess:
+                        pass
+                _, family = psutil.wait_procs(family, timeout=patience_s)
+                if not family:
+                    break
+        (self.folder / "server.json").unlink(missing_ok=True)
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.down()
+
+
+def server_command(config: Config, target: Target, boundaries: tuple[int, ...], port: int, spool: Path) -> tuple[list[str], dict[str, str]]:
+    """The exact command and the variables that it needs beyond the caller's; everything comes from the profile."""
+    flags = {
+        "--model-path": target.folder,
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--device": config.device,
+        "--dtype": config.dtype,
+        "--tp-size": config.tensor_parallel,
+        "--context-length": config.context_tok,
+        "--max-total-tokens": config.max_total_tok,
+        "--max-prefill-tokens": config.max_total_tok,
+        "--chunked-prefill-size": -1,  # a sample's rows come in one piece
+        "--cuda-graph-backend-prefill": "disabled",  # hooks see every prefill
+        "--random-seed": config.seed,
+    }
+    switches = ["--disable-radix-cache", "--disable-overlap-schedule", "--skip-server-warmup"]
+    environment = {
+        "EYAS_CAPTURE": json.dumps({"boundaries": list(boundaries), "spool": str(spool)}),
+        "SGLANG_PLUGINS": "eyas_capture",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if config.device == "cpu":
+        flags |= {
+            "--attention-backend": "torch_native",
+            "--sampling-backend": "pytorch",
+            "--grammar-backend": "none",
+            "--cuda-graph-backend-decode": "disabled",
+            "--mem-fraction-static": 0.3,
+        }
+        environment |= {"SGLANG_PLATFORM": "eyas_cpu", "OMP_NUM_THREADS": str(config.threads)}
+    command = [sys.executable, "-m", "sglang.launch_server"]
+    for name, value in flags.items():
+        command += [name, str(value)]
+    return command + switches, environment
+
+
+def server_up(config: Config, tied: bool = False) -> Server:
+    """Start the run's server and wait until it serves with the capture plugin on.
+
+    `tied` ends it with this process however that dies (tests); otherwise it lives until `down`.
+    EyasError: one is already up, the port is taken, boundaries outside 0..N, the server died (with the end of its log),
+    or it came up without the plugin (it is stopped then).
+    """
+    target = load_target(config.target)
+    check_boundaries(config.boundaries, target.n_blocks)
+    boundaries = tuple(sorted({*config.boundaries, target.n_blocks}))
+    folder = config.server_dir
+    running = find_server(config)
+    if running is not None:
+        raise EyasError(f"a server of run {config.run_name!r} is already up at {running.url} (pid {running.pid})", "", f"python -m eyas server down {_profile_hint(config)}")
+    port = config.port or _free_port()
+    if _port_taken(port):
+        raise EyasError(f"port {port} of 127.0.0.1 is taken by another server", "a free port", "python -m eyas server up -p port 0")
+    spool = folder / "spool"
+    spool.mkdir(parents=True, exist_ok=True)
+    for leftover in spool.iterdir():  # of a server that is gone
+        leftover.unlink()
+    command, environment = server_command(config, target, boundaries, port, spool)
+    with open(folder / "server.log", "wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=os.environ | environment, start_new_session=True,
+            preexec_fn=_die_with_parent if tied else None,
+        )
+    server = Server(f"http://127.0.0.1:{port}", process.pid, psutil.Process(process.pid).create_time(), folder)
+    write_json(folder / "server.json", {"url": server.url, "pid": server.pid, "started": server.started, "command": command, "environment": environment})
+    try:
+        server.wait(config.server_timeout_s)
+        if server.status()["capture"] is None:
+            raise EyasError(f"the server came up without the capture plugin; see {_shown(server.log)}", "eyas_capture applied", "python -m eyas doctor")
+    except BaseException:
+        server.down()
+        raise
+    return server
+
+
+def find_server(config: Config) -> Server | None:
+    """The server of this run if it is up: `server_url` of the profile, or the one that server.json names and that lives."""
+    if config.server_url:
+        return Server(config.server_url.rstrip("/"))
+    path = config.server_dir / "server.json"
+    if not path.is_file():
+        return None
+    record = read_json(path)
+    server = Server(record["url"], record["pid"], record["started"], config.server_dir)
+    if server.process() is None:
+        path.unlink(missing_ok=True)
+        return None
+    return server
+
+
+def need_server(config: Config) -> Server:
+    server = find_server(config)
+    if server is None:
+        raise EyasError(f"run {config.run_name!r} has no server", "a running one", f"python -m eyas server up {_profile_hint(config)}")
+    return server
+
+
+def check_for_capture(status: dict, boundaries: tuple[int, ...], target: Target) -> None:
+    """Refuse a server whose settings would lose or merge rows, or that serves something else; the message names the flag."""
+    again = "python -m eyas server down, then python -m eyas server up"
+    capture = status["capture"]
+    if capture is None:
+        raise EyasError(f"the server at {status['url']} has no capture plugin", "eyas_capture on", "python -m eyas server up starts one with it; patches/README.md says how for your own")
+    for wrong, flag in (
+        (status["radix_cache"], "--disable-radix-cache: tokens from the prefix cache pass no layer, their rows are lost"),
+        (status["chunked_prefill"], "--chunked-prefill-size -1: a long prompt's rows would come in pieces"),
+        (status["overlap"], "--disable-overlap-schedule: a batch's rows would be read while the next one is written"),
+        (status["prefill_graph"], "--cuda-graph-backend-prefill disabled: hooks do not run inside a graph"),
+    ):
+        if wrong:
+            raise EyasError(f"the server at {status['url']} runs without {flag}", "that flag", again)
+    if capture["n_blocks"] != target.n_blocks or capture["hidden_size"] != target.hidden_size:
+        raise EyasError(f"the server's model has {capture['n_blocks']} blocks of {capture['hidden_size']}", f"{target.name}: {target.n_blocks} of {target.hidden_size}", again)
+    model = Path(status["model"])
+    if model.is_dir() and model.resolve() != target.folder.resolve() and load_target(str(model)).fingerprint != target.fingerprint:
+        raise EyasError(f"the server serves {model.name}, with other weights than {target.name}", f"the target {target.name}", again)
+    missing = sorted(set(boundaries) - set(capture["boundaries"]))
+    if missing:
+        raise EyasError(f"the server captures boundaries {capture['boundaries']}, not {missing}", f"{list(boundaries)}", again)
+
+
+def log_tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
+    try:
+        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return "(no log)"
+
+
+def _shown(path: Path) -> str:
+    """A path as a message shows it: relative to the data folder where it can be."""
+    try:
+        return str(Path("data") / path.relative_to(data_dir()))
+    except ValueError:
+        return str(path)
+
+
+def _profile_hint(config: Config) -> str:
+    return f"-p run_name {config.run_name}"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _port_taken(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; SGLang's own children die with it

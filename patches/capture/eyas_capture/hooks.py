@@ -1,0 +1,157 @@
+"""What the three hooks do, inside SGLang's scheduler process. Axis names: S tokens of the batch, T of one request, H hidden."""
+
+import inspect
+import json
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from eyas_capture import SGLANG_VERSIONS, VERSION
+
+logger = logging.getLogger("eyas_capture")
+_capture: "Capture | None" = None
+
+
+class Capture:
+    """The pre-hooks on one model, and the rows of the batch that is running."""
+
+    def __init__(self, model: torch.nn.Module, boundaries: list[int], spool: str):
+        self.layers, self.norm = find_stack(model)
+        self.n_blocks = len(self.layers)
+        self.boundaries = tuple(boundaries)
+        if not self.boundaries or not all(0 <= b <= self.n_blocks for b in self.boundaries):
+            raise RuntimeError(f"eyas_capture: boundaries {list(self.boundaries)} outside 0..{self.n_blocks} of this model")
+        self.hidden_size = self.norm.weight.shape[-1]
+        self.spool = Path(spool)
+        self.spool.mkdir(parents=True, exist_ok=True)
+        self.writes = _is_writer()
+        self.armed = False
+        self.rows: dict[int, torch.Tensor] = {}  # boundary -> [S, H] of the running batch
+        self.captured = self.failed = 0
+        for b in self.boundaries:
+            if b < self.n_blocks:
+                block = self.layers[b]
+                block.register_forward_pre_hook(self._block_hook(b, inspect.signature(block.forward)), with_kwargs=True)
+            else:
+                self.norm.register_forward_pre_hook(self._norm_hook, with_kwargs=True)
+
+    def _block_hook(self, b: int, signature: inspect.Signature):
+        """The residual stream that enters block b, taken as SGLang's own `StageBoundary.capture_output` does."""
+
+        def hook(block, args, kwargs):
+            if not self.armed:
+                return None
+            bound = signature.bind(*args, **kwargs)
+            handle, rows = block.attn_boundary.capture_output(bound.arguments["hidden_states"], bound.arguments["forward_batch"])
+            self.rows[b] = rows  # [S, H]
+            bound.arguments["hidden_states"] = handle
+            return bound.args, bound.kwargs
+
+        return hook
+
+    def _norm_hook(self, norm, args, kwargs):
+        """Boundary N: the final norm is given the last block's output and the residual; their sum is what it normalises."""
+        if self.armed:
+            hidden, residual = args[0], args[1] if len(args) > 1 else kwargs.get("residual")
+            self.rows[self.n_blocks] = hidden.clone() if residual is None else hidden + residual  # [S, H]
+
+    def write(self, name: str, req, start: int, rows: int) -> dict:
+        """One file for one request; {"path", "rows", "boundaries"}, or {"error"} with nothing left behind."""
+        temporary = None
+        try:
+            expected = len(req.origin_input_ids)
+            if rows != expected:
+                raise RuntimeError(f"{rows} rows for {expected} prompt tokens: prefix cache or chunked prefill is on")
+            if not name or name != Path(name).name or name.startswith("."):
+                raise RuntimeError(f"capture name {name!r} is not a plain file name")
+            tensors = {"input_ids": torch.tensor(list(req.origin_input_ids), dtype=torch.int64)}
+            for b in self.boundaries:
+                tensors[f"boundary_{b}"] = self.rows[b][start : start + rows].to("cpu").contiguous()
+            from safetensors.torch import save_file
+
+            handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=self.spool)
+            os.close(handle)
+            save_file(tensors, temporary)
+            path = self.spool / f"{name}.safetensors"
+            os.replace(temporary, path)
+            self.captured += 1
+            return {"path": str(path), "rows": rows, "boundaries": list(self.boundaries)}
+        except Exception as error:
+            self.failed += 1
+            logger.exception("eyas_capture: %s", name)
+            if temporary is not None:
+                Path(temporary).unlink(missing_ok=True)
+            return {"error": f"{type(error).__name__}: {error}"}
+
+
+def find_stack(model: torch.nn.Module) -> tuple[torch.nn.ModuleList, torch.nn.Module]:
+    """The decoder blocks and the final norm: the one module that has both `layers` and `norm`, wherever it is nested."""
+    for _, module in model.named_modules():
+        layers, norm = getattr(module, "layers", None), getattr(module, "norm", None)
+        if isinstance(layers, torch.nn.ModuleList) and isinstance(norm, torch.nn.Module):
+            without = sorted({type(block).__name__ for block in layers if not hasattr(block, "attn_boundary")})
+            if without:
+                raise RuntimeError(f"eyas_capture {VERSION} cannot hook {type(module).__name__}: no stage boundary on {', '.join(without)}")
+            return layers, norm
+    raise RuntimeError(f"eyas_capture {VERSION} finds no decoder stack in {type(model).__name__}")
+
+
+def _is_writer() -> bool:
+    """Every tensor-parallel rank runs this code; one of them writes."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().attn_tp_rank == 0
+
+
+def install(original, scheduler, *args, **kwargs):
+    """Around `Scheduler.init_model_worker`: the model is loaded, so put the pre-hooks on it. Raises when that cannot be done."""
+    global _capture
+    result = original(scheduler, *args, **kwargs)
+    settings = json.loads(os.environ["EYAS_CAPTURE"])
+    _capture = Capture(scheduler.tp_worker.model_runner.model, settings["boundaries"], settings["spool"])
+    logger.info("eyas_capture %s: boundaries %s of %d blocks", VERSION, list(_capture.boundaries), _capture.n_blocks)
+    return result
+
+
+def run_batch(original, scheduler, batch, *args, **kwargs):
+    """Around `Scheduler.run_batch`: take the rows of a prefill in which a request asks, one file for each that does."""
+    if _capture is None or not batch.forward_mode.is_extend():
+        return original(scheduler, batch, *args, **kwargs)
+    names = [(req.sampling_params.custom_params or {}).get("eyas_capture") for req in batch.reqs]
+    if not any(names):
+        return original(scheduler, batch, *args, **kwargs)
+    lengths = [int(n) for n in batch.extend_lens]
+    _capture.armed = True
+    try:
+        result = original(scheduler, batch, *args, **kwargs)
+        if not _capture.writes:
+            return result
+        start = 0
+        for req, name, rows in zip(batch.reqs, names, lengths, strict=True):
+            if name:
+                req.customized_info = (req.customized_info or {}) | {"eyas_capture": [_capture.write(name, req, start, rows)]}
+            start += rows
+        return result
+    finally:
+        _capture.armed = False
+        _capture.rows.clear()
+
+
+def internal_state(original, scheduler, *args, **kwargs):
+    """Around `Scheduler.get_internal_state`: what `/server_info` shows of this plugin."""
+    result = original(scheduler, *args, **kwargs)
+    if _capture is not None:
+        result.internal_state["eyas_capture"] = {
+            "version": VERSION,
+            "sglang_versions": list(SGLANG_VERSIONS),
+            "boundaries": list(_capture.boundaries),
+            "n_blocks": _capture.n_blocks,
+            "hidden_size": _capture.hidden_size,
+            "spool": str(_capture.spool),
+            "captured": _capture.captured,
+            "failed": _capture.failed,
+        }
+    return result

@@ -1,0 +1,33 @@
+"""SGLang platform plugin: a plain CPU, plain torch kernels, nothing from a vendor.
+
+SGLang's own CPU engine (SGLANG_USE_CPU_ENGINE=1) imports kernels that the PyPI wheel does not carry. An out-of-tree
+platform takes the `native` (plain torch) path of every layer instead. Chosen by SGLANG_PLATFORM=eyas_cpu.
+"""
+
+import os
+
+VERSION = "0.1.0"
+SGLANG_VERSIONS = ("0.5.23",)
+
+
+def activate() -> str | None:
+    """Entry point `sglang.srt.platforms`: the class to use, or None where this platform was not asked for.
+
+    None keeps a GPU box with this package installed on its own platform.
+    """
+    return "eyas_cpu.platform.PlainCpuPlatform" if os.environ.get("SGLANG_PLATFORM") == "eyas_cpu" else None
+
+
+def check() -> dict:
+    """Is this plugin found, for this SGLang, and does it apply? Run with SGLANG_PLATFORM=eyas_cpu in a process of its own."""
+    from importlib.metadata import version
+
+    sglang = version("sglang")
+    found = {"name": "eyas_cpu", "version": VERSION, "sglang": sglang, "ok": False, "detail": ""}
+    if sglang not in SGLANG_VERSIONS:
+        return found | {"detail": f"made for SGLang {', '.join(SGLANG_VERSIONS)}, found {sglang}"}
+    from sglang.srt.platforms import current_platform
+
+    if type(current_platform).__name__ != "PlainCpuPlatform":
+        return found | {"detail": f"SGLang chose the platform {type(current_platform).__name__}; set SGLANG_PLATFORM=eyas_cpu"}
+    return found | {"ok": True, "detail": "SGLang runs on the plain CPU platform"}

@@ -1,0 +1,23 @@
+"""The platform class that SGLang loads in each of its processes."""
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+
+class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """A CPU seen as an out-of-tree device, so that no in-tree CPU kernel package is asked for."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+    capabilities = PlatformCapabilities()  # no Triton, no graphs
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def is_pin_memory_available(self, device=None) -> bool:
+        return False
