@@ -19,16 +19,19 @@ def duration_text(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def number_text(value: float) -> str:
+    """Three digits, no exponent: 0.0123, 5.35, 41.2, 923, 27,620."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
 def bytes_text(count: int) -> str:
-    """Binary units, three or four digits: 812 B, 5.35 MiB, 923 GiB."""
-    if count < 1024:
-        return f"{count} B"
+    """Binary units: 812 B, 5.35 MiB, 923 GiB."""
     value, unit = float(count), "B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        value /= 1024
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1000:
             break
-    return f"{value:.3g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
+        value, unit = value / 1024, larger
+    return f"{number_text(value)} {unit}"
 
 
 def _in_notebook() -> bool:
@@ -82,8 +85,7 @@ class Progress:
         elapsed_s = max(time.monotonic() - self.started_s, 1e-9)
         done = self.samples + self.errors
         parts = [f"{done:,}/{self.total:,} {self.unit}, {100 * done // self.total} %" if self.total else f"{done:,} {self.unit}"]
-        rate = done / elapsed_s
-        parts.append(f"{rate:.3g} {self.unit}/s" if rate < 1000 else f"{rate:,.0f} {self.unit}/s")
+        parts.append(f"{number_text(done / elapsed_s)} {self.unit}/s")
         if self.tok:
             parts.append(f"{self.tok / elapsed_s:,.0f} tok/s")
         if self.bytes:
