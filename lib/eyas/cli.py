@@ -23,6 +23,46 @@ def _profile(args) -> int:
     return 0
 
 
+def _server(args) -> int:
+    import json
+
+    from eyas import serve
+
+    config = _config(args)
+    if args.action == "up":
+        server = serve.server_up(config)
+        print(f"up: {server.url} (pid {server.pid}), log {server.log}")
+        return 0
+    if args.action == "down":
+        server = serve.find_server(config)
+        if server is not None:
+            server.down()
+        print(f"run {config.run_name}: " + ("no server was up" if server is None else "not ours, left running" if not server.pid else "down"))
+        return 0
+    server = serve.need_server(config)
+    if args.action == "wait":
+        server.wait(config.server_timeout_s)
+        print(f"ready: {server.url}")
+    else:
+        print(json.dumps(server.status(), indent=2))
+    return 0
+
+
+def _prompts_build(args) -> int:
+    from eyas.files import ROOT
+    from eyas.prompts import build_file
+
+    print(build_file(args.path or ROOT / "data_manifests" / "eyas_chat.jsonl", args.seed))
+    return 0
+
+
+def _prompts_show(args) -> int:
+    from eyas.prompts import load_prompts, show
+
+    print(show(load_prompts(_config(args).prompt_path)))
+    return 0
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m eyas", description="EAGLE-3 drafters from the hidden states that a real SGLang server computes")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -30,6 +70,18 @@ def build_parser() -> argparse.ArgumentParser:
     profile = _with_profile(commands.add_parser("profile", help="print every setting of a profile, with its meaning"))
     profile.add_argument("--explain", action="store_true", help="the same; named in error messages")
     profile.set_defaults(run=_profile)
+
+    server = commands.add_parser("server", help="start, wait for, inspect or stop the run's SGLang server")
+    server.add_argument("action", choices=("up", "wait", "status", "down"))
+    _with_profile(server).set_defaults(run=_server)
+
+    prompts = commands.add_parser("prompts", help="build, show or answer the prompt set").add_subparsers(dest="action", required=True, metavar="ACTION")
+    build = prompts.add_parser("build", help="write our own prompt set, user turns only")
+    build.add_argument("--path", help="where to (default: data_manifests/eyas_chat.jsonl)")
+    build.add_argument("--seed", type=int, default=0)
+    build.set_defaults(run=_prompts_build)
+    show = _with_profile(prompts.add_parser("show", help="print a few conversations of each category"))
+    show.set_defaults(run=_prompts_show)
     return parser
 
 
