@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 from eyas.errors import EyasError
 
@@ -63,6 +64,17 @@ def _prompts_show(args) -> int:
     return 0
 
 
+def _report(args) -> int:
+    from eyas import report
+    from eyas.files import read_json
+
+    names = tuple(sorted(p.stem for p in report.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb") if p.stem[:2] >= args.start))
+    folder = report.run_report(args.profile, dict(args.p or []), names, reports=args.out or report.REPORTS, cell_timeout_s=args.cell_timeout_s)
+    run = read_json(folder / "run.json")
+    print(f"{run['state']}: {folder.parent / 'index.html'}")
+    return run["return_code"]
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m eyas", description="EAGLE-3 drafters from the hidden states that a real SGLang server computes")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -82,6 +94,12 @@ def build_parser() -> argparse.ArgumentParser:
     build.set_defaults(run=_prompts_build)
     show = _with_profile(prompts.add_parser("show", help="print a few conversations of each category"))
     show.set_defaults(run=_prompts_show)
+
+    report = _with_profile(commands.add_parser("report", help="run the notebooks and write their pages and the index"))
+    report.add_argument("--from", dest="start", default="01", metavar="NN", help="first notebook to run, e.g. 04; pages of the ones before it stay")
+    report.add_argument("--out", type=Path, metavar="FOLDER", help="where the pages go (default: reports/)")
+    report.add_argument("--cell-timeout-s", type=float, default=4 * 3600.0, metavar="S", help="longest time of one cell, seconds (default: four hours)")
+    report.set_defaults(run=_report)
     return parser
 
 
