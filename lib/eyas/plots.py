@@ -118,7 +118,7 @@ def plot_coverage(counts: np.ndarray, chosen: int, ax: Axes | None = None) -> Ax
         ax.plot(np.arange(1, len(share) + 1), share, color=BLUE)
         at = min(chosen, len(share))
         ax.plot([at], [share[at - 1]], color=VERMILION, marker="o", markersize=8)
-        ax.annotate(f"D = {chosen:,}: {share[at - 1]:.1%}", (at, share[at - 1]), xytext=(-8, -22), textcoords="offset points", ha="right", color=VERMILION)
+        ax.annotate(f"D = {chosen:,}: {share[at - 1]:.1%}", (at, share[at - 1]), xytext=(0, -40), textcoords="offset points", ha="center", color=VERMILION)
         ax.set_xscale("log")
         ax.set(xlabel="draft vocabulary size D", ylabel="supervised tokens covered", title="Vocabulary coverage, training topics", ylim=(0, 1.02))
         ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -138,7 +138,7 @@ def plot_categories(index: pd.DataFrame, ax: Axes | None = None) -> Axes:
                 left += table[split].to_numpy()
         ax.set(xlabel="samples", title="Samples by category")
         ax.grid(axis="y", visible=False)
-        ax.legend(loc="lower right")
+        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
     return ax
 
 
