@@ -64,6 +64,23 @@ def _prompts_show(args) -> int:
     return 0
 
 
+def _prompts_generate(args) -> int:
+    from eyas.progress import Progress
+    from eyas.prompts import generate_responses, load_prompts
+    from eyas.serve import need_server
+    from eyas.target import load_target
+
+    config = _config(args)
+    conversations = load_prompts(config.prompt_path).conversations
+    server, target = need_server(config), load_target(config.target)
+    with Progress(len(conversations), "conversations") as progress:
+        manifest = generate_responses(server.url, target, conversations, config.max_new_tok, config.concurrency, config.prompt_path, progress)
+    responses = manifest["responses"]
+    print(f"{config.prompt_path.name}: {responses['total']} responses of {responses['mean_tok']:.1f} tokens in {manifest['conversations']['total']} conversations; "
+          f"ended {responses['finish']}; repeated bigrams {responses['repeated_bigrams']['share']:.3f}")
+    return 0
+
+
 def _report(args) -> int:
     from eyas import report
     from eyas.files import read_json
@@ -94,6 +111,8 @@ def build_parser() -> argparse.ArgumentParser:
     build.set_defaults(run=_prompts_build)
     show = _with_profile(prompts.add_parser("show", help="print a few conversations of each category"))
     show.set_defaults(run=_prompts_show)
+    generate = _with_profile(prompts.add_parser("generate", help="have the run's server write the target's own responses; goes on where it was"))
+    generate.set_defaults(run=_prompts_generate)
 
     report = _with_profile(commands.add_parser("report", help="run the notebooks and write their pages and the index"))
     report.add_argument("--from", dest="start", default="01", metavar="NN", help="first notebook to run, e.g. 04; pages of the ones before it stay")

@@ -5,23 +5,41 @@
     python -m eyas prompts generate --profile demo      # asks the server for the target's own responses
 
 A line of the file: {"id", "category", "topic", "split", "messages": [{"role", "content"}, ...]}. The split is by topic: a held-out topic
-is in no training conversation, not even as a word.
+is in no training conversation, not even as a word. A generated answer also has "finish" ("stop": the model ended its turn itself; "length":
+it was cut, and the end-of-turn token that the template adds is not supervised) and "same_ids" (its text gives the model's own token ids again).
 """
 
+import contextlib
+import fcntl
+import functools
 import json
+import os
 import random
 import re
+import time
+import unicodedata
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
+import jinja2
+import numpy as np
+
 from eyas.errors import EyasError
-from eyas.files import sha256_file, sha256_json, write_text
+from eyas.files import data_dir, sha256_file, sha256_json, write_json, write_text
+from eyas.progress import Progress
+from eyas.serve import Server
+from eyas.target import Target, load_target
 
 SAFE_ID = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,200}")  # safe as a file name on every system
 EXTRA_PER_TOPIC = 3  # conversations of each topic beyond one of each category
 SYSTEM_SHARE = 0.08  # conversations that bring their own system prompt
 HELDOUT_SHARE = 0.1  # of the topics
+ATTEMPTS = 4  # per request, for failures of the transport
+REQUEST_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -148,7 +166,11 @@ def load_prompts(path: Path) -> PromptSet:
     if not path.is_file():
         raise EyasError(f"no prompt set {path}", "a JSONL file of conversations", build)
     conversations, lines = [], {}  # id -> line number
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise EyasError(f"{path.name} is not UTF-8 (byte {error.start})", "a JSONL file of conversations in UTF-8", build) from None
+    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: a text may hold a Unicode line separator
         if not line.strip():
             continue
         where = f"{path.name}, line {number}"
@@ -181,6 +203,8 @@ def _conversation(row, where: str) -> Conversation:
     for message in messages:
         if not isinstance(message, dict) or message.get("role") not in ("system", "user", "assistant") or not isinstance(message.get("content"), str):
             raise EyasError(f"{where}: sample {id} has a message without role or text", "role system, user or assistant, and content a string")
+        if any("\ud800" <= character <= "\udfff" for character in message["content"]):
+            raise EyasError(f"{where}: sample {id} has half a surrogate pair in a text", "whole characters")
         if message.get("finish", "stop") not in ("stop", "length"):
             raise EyasError(f"{where}: sample {id} has finish {message['finish']!r}", "'stop' or 'length'")
     return Conversation(id, str(row.get("category", "")), str(row.get("topic", "")), row["split"], tuple(messages))
@@ -194,7 +218,7 @@ def build_file(path: Path, seed: int) -> str:
     conversations = build_prompts(seed)
     write_prompts(path, conversations)
     heldout = sum(c.split == "heldout" for c in conversations)
-    return f"{path}: {len(conversations)} conversations, {heldout} of held-out topics, {len({c.category for c in conversations})} categories"
+    return f"{path.name}: {len(conversations)} conversations, {heldout} of held-out topics, {len({c.category for c in conversations})} categories"
 
 
 def show(prompt_set: PromptSet, per_category: int = 2) -> str:
@@ -207,3 +231,336 @@ def show(prompt_set: PromptSet, per_category: int = 2) -> str:
             lines.append(f"-- {conversation.id}")
             lines += [f"{m['role']:>9}: {m['content']}" for m in conversation.messages]
     return "\n".join(lines)
+
+
+# ---- token ids and loss mask
+
+
+@dataclass(frozen=True)
+class Sample:
+    id: str
+    input_ids: np.ndarray  # int64 [T]
+    loss_mask: np.ndarray  # bool [T]; True where the assistant has to produce token t
+    truncated: bool  # cut at max_length, the mask with it
+    category: str
+    split: str
+    warnings: tuple[str, ...] = ()  # what a person may want to know about an accepted sample
+
+
+def encode(conversation: Conversation, tokenizer, max_length: int) -> Sample:
+    """Token ids and loss mask of a conversation, from the tokenizer's own chat template.
+
+    The mask selects every assistant turn: its words and the end-of-turn token, neither the header before nor the line break after.
+    An answer with finish "length" was cut: its end-of-turn token is the template's and stays out of the mask. A user turn after the last
+    answer is cut off. Each answer is tokenised by itself after its prompt, as the server does it: the ids of prompt and answer
+    are never merged across the border.
+
+    Where an answer lies comes from the template's `{% generation %}` markers, else from rendering the messages before it and then with it;
+    never from a search for its text. EyasError naming the sample: no answer; a control token in a text; a template
+    that fails, rewrites earlier turns, or supervises nothing or everything; nothing left of the answers after the cut at `max_length`.
+    """
+    id, messages = conversation.id, list(conversation.messages)
+    warnings = []
+    while messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    if not messages:
+        raise EyasError(f"sample {id} has no answer", "at least one assistant turn", "python -m eyas prompts generate")
+    if len(messages) < len(conversation.messages):
+        warnings.append("open user turn cut off")
+    answers = [m for m in messages if m["role"] == "assistant"]
+    warnings += ["empty answer"] * sum(m["content"] == "" for m in answers)
+    _refuse_control_tokens(id, messages, tokenizer)
+    text, spans = _answer_spans(id, messages, tokenizer)
+    ids, mask, at = [], [], 0
+    for (start, words_end, end), answer in zip(spans, answers):
+        supervise_end = answer.get("finish", "stop") == "stop"
+        for piece, supervised in ((text[at:start], False), (text[start:words_end], True), (text[words_end:end], supervise_end)):
+            piece_ids = tokenizer.encode(piece, add_special_tokens=False)
+            ids += piece_ids
+            mask += [supervised] * len(piece_ids)
+        at = end
+    rest = tokenizer.encode(text[at:], add_special_tokens=False)
+    ids += rest
+    mask += [False] * len(rest)
+    _check_round_trip(id, ids, text, tokenizer)
+    if not any(mask):
+        raise EyasError(f"sample {id}: its loss mask is zero everywhere", "at least one supervised token", "answers that end by themselves, or a larger max_new_tok")
+    if all(mask[: len(mask) - mask[::-1].index(True)]):
+        raise EyasError(f"sample {id}: the chat template gives a loss mask of ones everywhere", "a template that marks the assistant's turns only")
+    truncated = len(ids) > max_length
+    if truncated:
+        warnings.append(f"cut from {len(ids)} to {max_length} tokens")
+        if not any(mask[:max_length]):
+            raise EyasError(f"sample {id} has {len(ids)} tokens, and the first {max_length} hold nothing of an answer", "a longer max_length", "-p max_length N")
+    return Sample(id, np.array(ids[:max_length], dtype=np.int64), np.array(mask[:max_length], dtype=np.bool_), truncated, conversation.category, conversation.split, tuple(warnings))
+
+
+def prompt_ids(messages: list[dict], tokenizer, id: str) -> list[int]:
+    """Token ids that the server gets so that it writes the next assistant turn; `messages` end with a user turn. EyasError as in `encode`."""
+    _refuse_control_tokens(id, messages, tokenizer)
+    return tokenizer.encode(_render(id, messages, tokenizer, add_generation_prompt=True), add_special_tokens=False)
+
+
+def end_of_turn(tokenizer) -> int:
+    """Id of the token with which the chat template closes an assistant turn."""
+    text, [(_, start, end)] = _answer_spans("(probe)", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], tokenizer)
+    return tokenizer.convert_tokens_to_ids(text[start:end])
+
+
+def template_hash(tokenizer) -> str:
+    return sha256_json(_template(tokenizer))
+
+
+def tokenizer_hash(tokenizer) -> str:
+    """Of what turns text into ids, and not of where the tokenizer came from."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # not of the tokenizers library: its vocabulary is what can be read
+        return sha256_json(sorted(tokenizer.get_vocab().items()))
+    state = json.loads(backend.to_str())
+    return sha256_json({name: part for name, part in state.items() if name not in ("truncation", "padding")})  # those are set by calls
+
+
+def _template(tokenizer) -> str:
+    if not isinstance(tokenizer.chat_template, str):
+        raise EyasError("the target's tokenizer has no chat template", "a chat model with one", "a chat_template.jinja in the target's folder")
+    return tokenizer.chat_template
+
+
+def _render(id: str, messages: list[dict], tokenizer, add_generation_prompt: bool = False) -> str:
+    _template(tokenizer)
+    plain = [{"role": m["role"], "content": m["content"]} for m in messages]
+    try:
+        return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except jinja2.TemplateError as error:
+        raise EyasError(f"sample {id}: the chat template refuses it: {error}", "turns that the template knows") from None
+
+
+def _answer_spans(id: str, messages: list[dict], tokenizer) -> tuple[str, list[tuple[int, int, int]]]:
+    """The rendered conversation and, for each assistant turn, where its words start, where they end, and where its end-of-turn token ends."""
+    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    if re.search(r"\{%-?\s*generation\s*-?%\}", _template(tokenizer)):
+        text, marked = _render_markers(id, messages, tokenizer)
+    else:
+        text, marked = _render(id, messages, tokenizer), []
+        for i in answers:
+            if not any(m["role"] == "user" for m in messages[:i]):
+                raise EyasError(f"sample {id}: an answer comes before any question", "a user turn first")
+            before = _render(id, messages[:i], tokenizer, add_generation_prompt=True)
+            after = _render(id, messages[: i + 1], tokenizer)
+            if not (after.startswith(before) and text.startswith(after)):
+                raise EyasError(f"sample {id}: the chat template changes what comes before message {i + 1} when that is added, so its place is not certain",
+                                "a template that only appends, or one with {% generation %} markers")
+            marked.append((len(before), len(after)))
+    if not marked:
+        raise EyasError(f"sample {id}: the chat template gives a loss mask of zeros everywhere", "a template that marks the assistant's turns")
+    if marked[0][0] == 0 and len(text[marked[-1][1]:].strip()) == 0:
+        raise EyasError(f"sample {id}: the chat template gives a loss mask of ones everywhere", "a template that marks the assistant's turns only")
+    if len(marked) != len(answers):
+        raise EyasError(f"sample {id}: the chat template marks {len(marked)} turns as the assistant's", f"its {len(answers)} answers")
+    spans = []
+    for start, stop in marked:
+        ends = list(_control_tokens(tokenizer).finditer(text, start, stop))
+        # markers may stand before the end-of-turn token; the model has to produce it all the same
+        end = ends[-1] if ends else _control_tokens(tokenizer).match(text, stop)
+        if end is None:
+            raise EyasError(f"sample {id}: the chat template closes the assistant's turn without a control token", "an end-of-turn token, such as <|im_end|>")
+        spans.append((start, end.start(), end.end()))
+    return text, spans
+
+
+def _render_markers(id: str, messages: list[dict], tokenizer) -> tuple[str, list[tuple[int, int]]]:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    plain = [{"role": m["role"], "content": m["content"]} for m in messages]
+    try:
+        texts, marked = render_jinja_template([plain], chat_template=_template(tokenizer), return_assistant_tokens_mask=True, **tokenizer.special_tokens_map)
+    except jinja2.TemplateError as error:
+        raise EyasError(f"sample {id}: the chat template refuses it: {error}", "turns that the template knows") from None
+    return texts[0], [tuple(span) for span in marked[0]]
+
+
+@functools.lru_cache(maxsize=8)
+def _control_tokens(tokenizer) -> re.Pattern:
+    texts = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special} | set(tokenizer.all_special_tokens)
+    return re.compile("|".join(re.escape(t) for t in sorted(texts, key=lambda t: (-len(t), t))))
+
+
+def _refuse_control_tokens(id: str, messages: list[dict], tokenizer) -> None:
+    for number, message in enumerate(messages, start=1):
+        found = _control_tokens(tokenizer).search(message["content"])
+        if found:  # it would open or close a turn that is none
+            raise EyasError(f"sample {id}: message {number} contains the control token {found.group()!r}", "plain text", "take it out of the prompt set")
+
+
+def _check_round_trip(id: str, ids: list[int], text: str, tokenizer) -> None:
+    back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if unicodedata.normalize("NFC", back) != unicodedata.normalize("NFC", text):
+        raise EyasError(f"sample {id}: its token ids do not give its text again", "a tokenizer that can be applied turn by turn")
+
+
+# ---- the target's own responses
+
+
+def generate_responses(url: str, target: Target, conversations: list[Conversation], max_new_tok: int, concurrency: int, out_path: Path, progress: Progress | None = None) -> dict:
+    """Ask a running server for every assistant turn, greedily; write `out_path` (JSONL) and the manifest beside it (.json), which is returned.
+
+    Assistant turns that are there are made afresh. Finished conversations are kept in data/responses/ while it runs, so the same call goes on
+    after any end; another prompt set, target, engine or setting has another file there. Dialogues are answered turn by turn.
+    EyasError: the server is away or serves another model; conversations that it refuses (named; the others are kept).
+    """
+    out_path = Path(out_path)
+    status = Server(url.rstrip("/")).status()
+    served = Path(status["model"])
+    if served.resolve() != target.folder.resolve() and not (served.is_dir() and load_target(str(served)).fingerprint == target.fingerprint):
+        raise EyasError(f"the server at {url} serves {served.name}", f"the target {target.name}", "python -m eyas server down, then python -m eyas server up")
+    tokenizer = target.tokenizer()
+    asked = [c.questions() for c in conversations]
+    settings = {
+        "target": {"name": target.name, "fingerprint": target.fingerprint, "config_hash": target.config_hash},
+        "tokenizer_hash": tokenizer_hash(tokenizer),
+        "template_hash": template_hash(tokenizer),
+        "engine": {"name": "sglang", "version": status["sglang"], "device": status["device"], "dtype": status["dtype"]},
+        "sampling": {"temperature": 0.0, "max_new_tokens": max_new_tok, "stop_token_ids": [end_of_turn(tokenizer)]},
+        "prompts_hash": sha256_json([c.to_dict() for c in asked]),
+    }
+    partial = data_dir() / "responses" / f"{out_path.stem}-{sha256_json(settings)[:16]}.partial.jsonl"
+    with _only_writer(partial):
+        done = _read_partial(partial)
+        if progress is not None:
+            progress.total = len(asked) - len(done)
+        failures = _answer_all(url.rstrip("/"), asked, done, tokenizer, settings["sampling"], concurrency, partial, progress)
+        if failures:
+            raise EyasError(f"{len(failures)} of {len(asked)} conversations got no answer: " + "; ".join(failures[:5]), "an answer to each", "the same command again goes on with the missing ones")
+        answered = [Conversation(c.id, c.category, c.topic, c.split, tuple(done[c.id]["messages"])) for c in asked]
+        write_prompts(out_path, answered)
+        manifest = _manifest(out_path, answered, done, settings)
+        write_json(out_path.with_suffix(".json"), manifest)
+        partial.unlink()
+    return manifest
+
+
+def repeated_bigrams(ids: list[int]) -> tuple[int, int]:
+    """(pairs of neighbouring tokens that stood in the sequence before, all pairs): a loop shows as a share near one."""
+    pairs = list(zip(ids, ids[1:]))
+    return len(pairs) - len(set(pairs)), len(pairs)
+
+
+@contextlib.contextmanager
+def _only_writer(partial: Path) -> Iterator[None]:
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    with open(partial, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise EyasError("these responses are being generated by another process already", "one at a time") from None
+        yield
+
+
+def _read_partial(partial: Path) -> dict[str, dict]:
+    """Finished conversations by id. A last line that was torn by a kill is cut off; its conversation is asked again."""
+    data = partial.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        os.truncate(partial, len(whole))
+    return {row["id"]: row for row in map(json.loads, whole.splitlines())}
+
+
+def _answer_all(url: str, asked: list[Conversation], done: dict, tokenizer, sampling: dict, concurrency: int, partial: Path, progress: Progress | None) -> list[str]:
+    """Fills `done` and the partial file; returns a line for each conversation that the server refused. A server that is away ends it at once."""
+    failures = []
+    limits = httpx.Limits(max_connections=concurrency)
+    with open(partial, "ab") as file, httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=limits) as client, ThreadPoolExecutor(concurrency) as pool:
+        futures = {pool.submit(_answer, client, url, c, tokenizer, sampling): c for c in asked if c.id not in done}
+        try:
+            for future in as_completed(futures):
+                try:
+                    row = future.result()
+                except _Refused as error:
+                    failures.append(f"{futures[future].id}: {error}")
+                    if progress is not None:
+                        progress.update(errors=1)
+                    continue
+                file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+                file.flush()
+                done[row["id"]] = row
+                if progress is not None:
+                    progress.update(samples=1, tok=sum(map(len, row["output_ids"])))
+            os.fsync(file.fileno())
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    return failures
+
+
+class _Refused(Exception):
+    """The server did not answer this one conversation; the others may go on."""
+
+
+def _answer(client: httpx.Client, url: str, conversation: Conversation, tokenizer, sampling: dict) -> dict:
+    """{"id", "messages" with every answer, "output_ids": the model's own ids, end-of-turn token included, for each answer}."""
+    messages, outputs = [], []
+    for message in conversation.messages:
+        messages.append(message)
+        if message["role"] != "user":
+            continue
+        try:
+            ids = prompt_ids(messages, tokenizer, conversation.id)
+        except EyasError as error:  # an earlier answer spells a control token
+            raise _Refused(str(error)) from None
+        answer = _post(client, url, {"input_ids": ids, "sampling_params": sampling})
+        output, reason = answer["output_ids"], answer["meta_info"]["finish_reason"]
+        end = sampling["stop_token_ids"][0]
+        stopped = reason["type"] == "stop" and reason.get("matched") == end
+        if not stopped and reason["type"] not in ("stop", "length"):
+            raise _Refused(f"it ended with {reason}")
+        words = output[:-1] if stopped and output and output[-1] == end else output
+        text = tokenizer.decode(words, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if not stopped:
+            text = text.rstrip("\ufffd")  # a character of several tokens that was cut in the middle
+        same_ids = tokenizer.encode(text, add_special_tokens=False) == words
+        messages.append({"role": "assistant", "content": text, "finish": "stop" if stopped else "length", "same_ids": same_ids})
+        outputs.append(output)
+    return {"id": conversation.id, "messages": messages, "output_ids": outputs}
+
+
+def _post(client: httpx.Client, url: str, request: dict) -> dict:
+    attempt = 1
+    while True:
+        try:
+            response = client.post(f"{url}/generate", json=request)
+            break
+        except httpx.TransportError as error:
+            if attempt == ATTEMPTS:
+                raise EyasError(f"no answer from {url}: {type(error).__name__}", "a running SGLang server",
+                                "python -m eyas server up, then the same command again: it goes on where it was") from None
+            time.sleep(0.5 * 2**attempt)
+            attempt += 1
+    if response.status_code != 200:
+        raise _Refused(f"HTTP {response.status_code}, {response.text[:200]}")
+    return response.json()
+
+
+def _manifest(path: Path, answered: list[Conversation], done: dict, settings: dict) -> dict:
+    answers = [m for c in answered for m in c.messages if m["role"] == "assistant"]
+    outputs = [ids for c in answered for ids in done[c.id]["output_ids"]]
+    repeated, pairs = map(sum, zip(*map(repeated_bigrams, outputs)))
+    tok = sum(map(len, outputs))
+    return {
+        "file": path.name,
+        "sha256": sha256_file(path),
+        "what": "conversations made from this repository's own topics and phrasings; the assistant's turns are the target's own, greedy",
+        "licence": "Apache-2.0 (prompts: this repository; responses: made with the target named below)",
+        "make_again": ["python -m eyas server up --profile demo", "python -m eyas prompts generate --profile demo"],
+        "conversations": {"total": len(answered), **Counter(c.split for c in answered)},
+        "categories": {name: dict(Counter(c.split for c in answered if c.category == name)) for name in sorted({c.category for c in answered})},
+        "responses": {
+            "total": len(answers),
+            "tok": tok,
+            "mean_tok": round(tok / len(answers), 2),
+            "finish": dict(Counter(m["finish"] for m in answers)),  # length: cut; its end-of-turn token is not supervised
+            "empty": sum(m["content"] == "" for m in answers),
+            "same_ids": sum(m["same_ids"] for m in answers),  # the text, tokenised again, gives the model's own ids
+            "repeated_bigrams": {"repeated": repeated, "total": pairs, "share": round(repeated / max(pairs, 1), 4)},
+        },
+        **settings,
+        "note": "greedy decoding in bfloat16 depends on the mix of a batch where two tokens tie, so a set made again may differ in some words",
+    }
