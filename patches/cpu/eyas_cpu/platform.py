@@ -21,3 +21,15 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def is_pin_memory_available(self, device=None) -> bool:
         return False
+
+    def init_backend(self) -> None:
+        """Called in each worker, before a model runner chooses its attention."""
+        from sglang.srt.layers.attention import attention_registry
+
+        attention_registry.ATTENTION_BACKENDS["torch_native"] = _plain_attention
+
+
+def _plain_attention(runner):
+    from eyas_cpu.attention import PlainAttention
+
+    return PlainAttention(runner)
