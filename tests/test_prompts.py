@@ -432,6 +432,12 @@ def test_cut_answers_say_so(generating, tokenizer):
     assert supervised(sample, tokenizer) == ["Well, hello."]
 
 
+@pytest.mark.parametrize("finish", [{"type": "abort", "message": "out of memory"}, {"type": "stop", "matched": "NaN happened"}])
+def test_an_aborted_answer_is_not_kept(generating, finish):
+    with pytest.raises(EyasError, match="6 of 6 conversations got no answer: s.: it ended with"):
+        run(generating, generating.start(finish=finish))
+
+
 def test_no_server_and_another_model(generating, tmp_path):
     server = generating.start()
     generating.target.folder = tmp_path / "other"

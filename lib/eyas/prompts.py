@@ -509,8 +509,8 @@ def _answer(client: httpx.Client, url: str, conversation: Conversation, tokenize
         answer = _post(client, url, {"input_ids": ids, "sampling_params": sampling})
         output, reason = answer["output_ids"], answer["meta_info"]["finish_reason"]
         end = sampling["stop_token_ids"][0]
-        stopped = reason["type"] == "stop" and reason.get("matched") == end
-        if not stopped and reason["type"] not in ("stop", "length"):
+        stopped = reason["type"] == "stop" and reason["matched"] == end  # another stop token is a cut for us: the template does not write it
+        if not (reason["type"] == "length" or (reason["type"] == "stop" and isinstance(reason["matched"], int))):  # aborted, NaN
             raise _Refused(f"it ended with {reason}")
         words = output[:-1] if stopped and output and output[-1] == end else output
         text = tokenizer.decode(words, skip_special_tokens=True, clean_up_tokenization_spaces=False)
