@@ -1,0 +1,48 @@
+"""Intervals for ratios of counts: the percentile bootstrap over prompts, the one place where counts become ratios.
+
+The tokens of one prompt are not independent, so what is drawn again is whole prompts (or stored samples): a ratio of sums, its
+numerators and denominators drawn together. The seed is fixed by the profile, so a report repeats.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+RESAMPLES = 10_000
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """`value` = sum(numerator) / sum(denominator) and its percentile interval; None where there is nothing to divide or to draw from."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+    def as_dict(self) -> dict:
+        return {"value": self.value, "low": self.low, "high": self.high, "level": LEVEL}
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return "n/a"
+        return f"{self.value:.3f}" + ("" if self.low is None else f" [{self.low:.3f}, {self.high:.3f}]")
+
+
+def ratio_interval(numerator, denominator, seed: int) -> Interval:
+    """Ratio of sums with its interval. Both arguments hold one number a prompt; with fewer than two prompts there is no interval.
+
+    Draws whose denominator is 0 (no prompt reached this draft position) say nothing about the ratio and are left out.
+    """
+    top, bottom = np.asarray(numerator, dtype=np.float64), np.asarray(denominator, dtype=np.float64)  # [prompts]
+    if bottom.sum() == 0:
+        return Interval(None, None, None)
+    value = float(top.sum() / bottom.sum())
+    if len(top) < 2:
+        return Interval(value, None, None)
+    generator = np.random.default_rng(seed)
+    weights = generator.multinomial(len(top), np.full(len(top), 1 / len(top)), size=RESAMPLES)  # times that each prompt was drawn, [draws, prompts]
+    tops, bottoms = weights @ top, weights @ bottom  # [draws]
+    ratios = tops[bottoms > 0] / bottoms[bottoms > 0]
+    low, high = np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(value, float(low), float(high))
