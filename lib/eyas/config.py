@@ -7,6 +7,7 @@ subset that it uses; `Config.create(**parameters)` coerces, checks and refuses w
 import dataclasses
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -114,6 +115,11 @@ class Config:
         path = Path(self.prompt_set)
         return path if path.is_absolute() else ROOT / path
 
+    @property
+    def answered_path(self) -> Path:
+        """The conversations with responses that this run extracts: the shipped ones, or its own when it generates them afresh."""
+        return self.run_dir / "prompts" / "responses.jsonl" if self.generate_responses else self.prompt_path
+
     @classmethod
     def create(cls, **values) -> "Config":
         """Coerce and check; an unknown name or a value of the wrong kind is an EyasError."""
@@ -129,8 +135,13 @@ class Config:
         """The profile of that name (or path to a YAML file), with overrides on top."""
         return cls.create(**{**read_profile(profile), **overrides})
 
+    def describe(self, names: Iterable[str]) -> str:
+        """A line per setting of that name: value and meaning."""
+        fields = {f.name: f for f in dataclasses.fields(self)}
+        return "\n".join(f"{name:18} = {getattr(self, name)!r:<28} # {fields[name].metadata['doc']}" for name in names)
+
     def __str__(self) -> str:
-        return "\n".join(f"{f.name:18} = {getattr(self, f.name)!r:<28} # {f.metadata['doc']}" for f in dataclasses.fields(self))
+        return self.describe(f.name for f in dataclasses.fields(self))
 
 
 def read_profile(profile: str) -> dict:
