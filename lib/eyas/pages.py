@@ -35,8 +35,9 @@ details.code { margin: .35rem 0; } details > summary { cursor: pointer; color: v
 details.code > summary { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
 .scroll { overflow-x: auto; margin: .5rem 0; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+table, th, td { border: 0; }
 th, td { padding: .28rem .7rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
-th { font-weight: 600; border-bottom: 2px solid var(--line); } th:first-child, td:first-child, .text th, .text td { text-align: left; }
+th { font-weight: 600; } thead th, .text tr:first-child th { border-bottom: 2px solid var(--line); } th:first-child, td:first-child, .text th, .text td { text-align: left; }
 figure { margin: 1rem 0; } figure img { max-width: 100%; height: auto; background: #fff; border-radius: 6px; }
 figcaption { color: var(--muted); font-size: .88rem; max-width: 46rem; }
 mark { background: var(--mark); color: inherit; }
@@ -123,8 +124,9 @@ def failure_banner(record: dict) -> str:
         return ""
     where = f" in cell {problem['cell']} of {problem['cells']}: <code>{escape(problem['source'])}</code>" if problem.get("cell") else ""
     message = f"<p><code>{escape(problem['ename'])}: {escape(problem['evalue'])}</code></p>" if problem["ename"] else ""
+    what_to_do = re.sub("`([^`]+)`", r"<code>\1</code>", escape(problem["what_to_do"]))
     return (f'<div class="banner" role="alert"><p><strong>{escape(record["name"])} failed: {escape(problem["kind"])}</strong>{where}</p>'
-            f"{message}<p>What to do: {escape(problem['what_to_do'])}</p></div>")
+            f"{message}<p>What to do: {what_to_do}</p></div>")
 
 
 def verdict(headline: dict) -> str:

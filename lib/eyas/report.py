@@ -36,6 +36,7 @@ NOTEBOOKS = ROOT / "notebooks"
 REPORTS = ROOT / "reports"
 CELL_TIMEOUT_S = 4 * 3600.0
 LAST_LINES = 15  # of a traceback or a log that run.json keeps
+ADDED_TAGS = {"injected-parameters", "papermill-error-cell-tag", "eyas-end"}  # cells that are not the notebook's own
 EXIT_EXCEPTION, EXIT_STOPPED_EARLY, EXIT_RUNNER, EXIT_TIMEOUT, EXIT_KERNEL_DIED = 1, 3, 4, 124, 137
 
 
@@ -236,7 +237,7 @@ def _last_started_cell(output: Path) -> dict:
     """Which cell ran last, from the times that papermill writes when a cell starts (not from its status, which says 'completed' after a kill)."""
     place = {"cell": None, "cells": None, "source": "", "said": ""}
     try:
-        cells = read_json(output)["cells"]
+        cells = [c for c in read_json(output)["cells"] if not ADDED_TAGS & set(c["metadata"].get("tags", []))]
     except (OSError, ValueError):  # not there yet, or just being written
         return place
     for number, cell in enumerate(cells, 1):
@@ -255,23 +256,23 @@ def _runner_killed(return_code: int, log: Path) -> dict:
 
 def _advice(problem: dict, again: str, log: str) -> str:
     if problem["kind"] == "exception" and problem["ename"] == "EyasError":
-        return f"what the message says; then {again}"
+        return f"what the message says; then `{again}`"
     if problem["kind"] == "exception":
-        return f"read the traceback below; then {again}"
+        return f"read the traceback on the notebook's page; then `{again}`"
     if problem["kind"].startswith("the kernel died"):
-        return f"most often memory has run out: close other programs or take a smaller batch_tok, concurrency or max_total_tok; then {again}. The kernel's own words: {log}"
+        return f"most often memory has run out: close other programs or take a smaller batch_tok, concurrency or max_total_tok; then `{again}`. The kernel's own words: {log}"
     if problem["kind"].startswith("a cell took"):
-        return f"see why it is slow, or allow more: {again} --cell-timeout-s SECONDS"
+        return f"see why it is slow, or allow more: `{again} --cell-timeout-s SECONDS`"
     if problem["kind"].startswith("it stopped before its end"):
-        return f"remove the exit from that cell: what comes after it has not run; then {again}"
-    return f"see {log}; then {again}"
+        return f"remove the exit from that cell: what comes after it has not run; then `{again}`"
+    return f"see {log}; then `{again}`"
 
 
 def _write_page(path: Path, output: Path, record: dict, out: Path) -> None:
     import nbformat
 
     notebook = nbformat.read(output if output.is_file() else path, as_version=4)
-    notebook.cells = [c for c in notebook.cells if "eyas-end" not in c.metadata.get("tags", [])]
+    notebook.cells = [c for c in notebook.cells if not {"eyas-end", "papermill-error-cell-tag"} & set(c.metadata.get("tags", []))]  # the banner says it
     notebook = nbformat.from_dict(pages.without_machine_paths(notebook))
     title = re.search(r"^# (.+)$", "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown"), re.M)
     record["title"] = title.group(1) if title else path.stem

@@ -1,0 +1,128 @@
+"""The tree itself: notebooks stripped, thin and in agreement with Config; profiles whole; no path of somebody's machine in any file."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from eyas.config import PROFILES, Config, _coerce, read_profile
+from eyas.files import ROOT
+from eyas.report import NOTEBOOKS, declared_parameters
+
+FIELDS = Config.__dataclass_fields__
+HEAD = ("**Question.**", "**Inputs.**", "**Outputs.**", "**Time.**", "**GPU.**")
+paths = sorted(NOTEBOOKS.glob("*.ipynb"))
+each_notebook = pytest.mark.parametrize("path", paths, ids=lambda p: p.stem)
+
+
+def read(path: Path):
+    return nbformat.read(path, as_version=4)
+
+
+def test_the_five_notebooks_are_there():
+    assert [p.stem for p in paths][:5] == ["01_server_setup", "02_extraction", "03_shard_inspection", "04_training", "05_acceptance"]
+
+
+@each_notebook
+def test_stripped(path):
+    notebook = read(path)
+    nbformat.validate(notebook)
+    assert notebook.metadata["kernelspec"]["name"] == "python3"
+    assert set(notebook.metadata) <= {"kernelspec", "language_info"} and set(notebook.metadata.get("language_info", {})) <= {"name"}
+    for cell in notebook.cells:
+        assert set(cell.metadata) <= {"tags"}
+        if cell.cell_type == "code":
+            assert cell.outputs == [] and cell.execution_count is None
+
+
+@each_notebook
+def test_head(path):
+    head = read(path).cells[0]
+    assert head.cell_type == "markdown" and head.source.startswith("# ")
+    for part in HEAD:
+        assert part in head.source
+    assert "python -m eyas" in head.source, "the command that makes each input"
+
+
+@each_notebook
+def test_parameters(path):
+    """Literals only, each with meaning and unit, each a field of Config with Config's own default; the next cell hands all of them to Config."""
+    cells = [c for c in read(path).cells if c.cell_type == "code"]
+    tagged = [i for i, c in enumerate(cells) if "parameters" in c.metadata.get("tags", [])]
+    assert len(tagged) == 1
+    for line in cells[tagged[0]].source.splitlines():
+        assert re.fullmatch(r"[a-z_0-9]+: (str|int|float|bool|tuple) = .+?  # \S.+", line), line
+    declared = declared_parameters(path)
+    for name, value in declared.items():
+        assert name in FIELDS, name
+        assert value == FIELDS[name].default and type(value) is type(FIELDS[name].default), name
+    config_cell = cells[tagged[0] + 1].source
+    assert "Config.create(**parameters)" in config_cell
+    handed_over = {k.arg for call in ast.walk(ast.parse(config_cell)) if isinstance(call, ast.Call) for k in call.keywords if k.arg}
+    assert handed_over == set(declared)
+
+
+@each_notebook
+def test_no_definitions(path):
+    for cell in read(path).cells:
+        if cell.cell_type == "code":
+            for node in ast.walk(ast.parse(cell.source)):
+                assert not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)), f"a function belongs in lib/eyas: {cell.source}"
+
+
+@each_notebook
+def test_every_setting_used_is_declared(path):
+    """A setting that a called module reads but the notebook does not declare would silently keep its default whatever the profile says."""
+    used, seen = set(), set()
+    waiting = modules_of("\n".join(c.source for c in read(path).cells if c.cell_type == "code"))
+    while waiting:
+        module = waiting.pop()
+        source = ROOT / "lib" / "eyas" / f"{module}.py"
+        if module in seen or module in ("config", "cli", "report", "doctor") or not source.is_file():
+            continue
+        seen.add(module)
+        text = source.read_text()
+        if "config: Config" in text:
+            used |= set(re.findall(r"\bconfig\.([a-z_0-9]+)", text)) & set(FIELDS)
+            waiting |= modules_of(text)
+    missing = used - set(declared_parameters(path)) - {"run_name", "prompt_set"}
+    assert not missing, f"{path.stem} calls {sorted(seen)} and does not declare {sorted(missing)}"
+
+
+def modules_of(source: str) -> set[str]:
+    tree = ast.parse(source)
+    names = {n.module.split(".")[1] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("eyas.")}
+    return names | {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module == "eyas" for a in n.names}
+
+
+@pytest.mark.parametrize("path", sorted(PROFILES.glob("*.yaml")), ids=lambda p: p.stem)
+def test_profiles(path):
+    """Each loads, is named as its run, is understood as it stands by `papermill -f` (no string where a number is meant), and every setting has a notebook."""
+    values = read_profile(path.stem)
+    assert Config.load(path.stem).run_name == path.stem
+    for name, value in values.items():
+        coerced = _coerce(name, value, Config.__annotations__[name])
+        assert (list(coerced) if isinstance(coerced, tuple) else coerced) == value, f"{name}: {value!r}"
+        assert not isinstance(value, str) or isinstance(FIELDS[name].default, str), f"{name}: {value!r} is a string"
+    assert set(values) <= set().union(*(declared_parameters(p) for p in paths))
+
+
+def test_profiles_that_have_to_be_there():
+    assert {"smoke", "demo", "reference", "kimi-k2.5"} <= {p.stem for p in PROFILES.glob("*.yaml")}
+
+
+def test_no_machine_paths():
+    """Nothing tracked (or about to be) names a folder of the machine that it was made on."""
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"], capture_output=True, text=True, check=True)
+    wrong = []
+    pattern = re.compile(rf"(?<![\w.~-])/(?:root|home|Users|work|workspace|mnt|scratch)/\w|{re.escape(str(ROOT))}(?![\w-])")
+    for name in filter(None, listed.stdout.split("\0")):
+        path = ROOT / name
+        if path.is_file() and path.suffix not in (".png", ".parquet", ".safetensors"):
+            found = pattern.search(path.read_text(encoding="utf-8", errors="replace"))
+            if found:
+                wrong.append(f"{name}: {found.group(0)}")
+    assert not wrong
