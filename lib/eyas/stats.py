@@ -61,6 +61,22 @@ def _percentiles(name: str, parts: list[torch.Tensor]) -> dict[str, float]:
     return {f"{name}_p{p:02d}": float(v) for p, v in zip((5, 50, 95), points)}
 
 
+def next_token_agreement(store: Store, ids: list[str]) -> tuple[int, int]:
+    """(agreeing, supervised): supervised tokens that are the first choice of the head applied to the last state one token earlier.
+
+    Responses that the target wrote greedily agree but for ties of bfloat16; a mask, a norm or a boundary that is off by one does not.
+    """
+    head, last = store.head(), store.boundaries[-1]
+    agreeing = supervised = 0
+    for id in ids:
+        sample = store.read(id, (last,))
+        at = torch.nonzero(sample["loss_mask"][1:]).squeeze(1)  # [n]: token at+1 is supervised, state `at` predicts it
+        chosen = head.logits(sample["states"][last][at]).argmax(dim=-1)  # [n]
+        agreeing += int((chosen == sample["input_ids"][at + 1]).sum())
+        supervised += len(at)
+    return agreeing, supervised
+
+
 def counts_by_split(index: pd.DataFrame) -> pd.DataFrame:
     """A row per split and state of a store's index: samples, tokens, supervised tokens, samples cut at max_length, median and longest length."""
     groups = index.groupby(["split", "state"], sort=True)
