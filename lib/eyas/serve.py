@@ -131,7 +131,7 @@ def server_command(config: Config, target: Target, boundaries: tuple[int, ...], 
         "--cuda-graph-backend-prefill": "disabled",  # hooks see every prefill
         "--random-seed": config.seed,
     }
-    switches = ["--disable-radix-cache", "--disable-overlap-schedule", "--skip-server-warmup"]
+    switches = ["--sleep-on-idle", "--disable-radix-cache", "--disable-overlap-schedule", "--skip-server-warmup"]
     environment = {
         "EYAS_CAPTURE": json.dumps({"boundaries": list(boundaries), "spool": str(spool)}),
         "SGLANG_PLUGINS": "eyas_capture",
