@@ -192,7 +192,8 @@ def _run_notebook(path: Path, record: dict, work: Path, out: Path, command: str,
         record["state"] = "ok"
     else:
         problem = read_json(result) if result.is_file() else _runner_killed(child.returncode, log)
-        problem |= _last_started_cell(output)
+        place = _last_started_cell(output)
+        problem |= {name: place[name] for name in ("cell", "cells", "source")}
         problem["what_to_do"] = _advice(problem, f"{command} --from {path.stem[:2]}", str(log))
         record |= {"state": "failed", "exception": pages.without_machine_paths(problem)}
     _write_page(path, output, record, out)
