@@ -1,0 +1,68 @@
+"""A tiny target for unit tests: a random Llama with a byte-level BPE tokenizer, made in about a second.
+
+It is a complete Hugging Face folder (ChatML tokens, SmolLM2's chat template, untied head, bfloat16), so Hugging Face, `eyas.target` and
+SGLang's Llama load it like any other. Norm weights are random too: one left at 1 would hide a norm that is forgotten.
+"""
+
+from pathlib import Path
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2 as in SmolLM2
+
+# SmolLM2-135M-Instruct's own; tests/test_target.py compares it with the converted folder's.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n"
+    "' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+# What the tokenizer's merges are learnt from: enough for 377 merges beside the 256 bytes and the special tokens.
+TEXT = """You are a helpful AI assistant named SmolLM, trained by Hugging Face. system user assistant
+A young eagle leaves its nest before it can hunt, and someone has to teach it what the old bird knows already. The teacher flies
+slowly and says every word aloud; the pupil listens, guesses the next three words, and is told at once which of them were right.
+Write a short letter to a neighbour about the broken fence. Explain why the sky is blue during the day but red in the evening.
+What is the difference between a list and a tuple in Python? Give me five ideas for dinner with rice, beans, onions and cheese.
+Translate this sentence into French, then count how many letters it has. My train departs at noon; when should I leave home?
+def mean(values): return sum(values) / len(values)   # of numbers, never of nothing
+Thank you very much for your question! Here are some simple steps: first, open the window; second, boil water; third, wait."""
+
+
+def make_tiny_target(folder, n_blocks: int = 4, hidden: int = 64, vocab: int = 512, seed: int = 0) -> Path:
+    """Write the target into `folder` (created) and return it. `hidden` is a multiple of 32, `vocab` at most 600; the same seed gives the same bytes."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = Path(folder)
+    tokenizer = _tokenizer(vocab)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=n_blocks, num_attention_heads=hidden // 16,
+        num_key_value_heads=hidden // 32, head_dim=16, max_position_embeddings=1024, rms_norm_eps=1e-5, tie_word_embeddings=False,
+        bos_token_id=1, eos_token_id=2, pad_token_id=2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "norm" in name:
+                    weight.uniform_(0.5, 1.5)
+                else:
+                    weight.normal_(std=1.0 if "embed" in name else weight.shape[1] ** -0.5)  # every block and token matters
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _tokenizer(vocab: int):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=vocab, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False))
+    if backend.get_vocab_size() != vocab:
+        raise ValueError(f"TEXT gives {backend.get_vocab_size()} tokens, {vocab} were asked for")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=SPECIAL[1], eos_token=SPECIAL[2], pad_token=SPECIAL[2], unk_token=SPECIAL[0])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
