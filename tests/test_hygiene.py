@@ -1,6 +1,7 @@
 """The tree itself: notebooks stripped, thin and in agreement with Config; profiles whole; no path of somebody's machine in any file."""
 
 import ast
+import inspect
 import re
 import subprocess
 from pathlib import Path
@@ -76,20 +77,28 @@ def test_no_definitions(path):
 @each_notebook
 def test_every_setting_used_is_declared(path):
     """A setting that a called module reads but the notebook does not declare would silently keep its default whatever the profile says."""
-    used, seen = set(), set()
-    waiting = modules_of("\n".join(c.source for c in read(path).cells if c.cell_type == "code"))
+    own = "\n".join(c.source for c in read(path).cells if c.cell_type == "code")
+    used, seen, waiting = settings_of(own), set(), modules_of(own)
     while waiting:
         module = waiting.pop()
         source = ROOT / "lib" / "eyas" / f"{module}.py"
-        if module in seen or module in ("config", "cli", "report", "doctor") or not source.is_file():
+        if module in seen or module in ("config", "report") or not source.is_file():
             continue
         seen.add(module)
         text = source.read_text()
         if "config: Config" in text:
-            used |= set(re.findall(r"\bconfig\.([a-z_0-9]+)", text)) & set(FIELDS)
+            used |= settings_of(text)
             waiting |= modules_of(text)
-    missing = used - set(declared_parameters(path)) - {"run_name", "prompt_set"}
+    missing = used - set(declared_parameters(path))
     assert not missing, f"{path.stem} calls {sorted(seen)} and does not declare {sorted(missing)}"
+
+
+def settings_of(source: str, owner: str = "config") -> set[str]:
+    """Settings that `config.NAME` reads, also by way of Config's path properties (`drafter.config.NAME` is something else)."""
+    names = set(re.findall(rf"(?<![.\w]){owner}\.([a-z_0-9]+)", source))
+    for name in [n for n in names if isinstance(getattr(Config, n, None), property)]:
+        names |= settings_of(inspect.getsource(getattr(Config, name).fget), "self")
+    return names & set(FIELDS)
 
 
 def modules_of(source: str) -> set[str]:

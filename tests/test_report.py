@@ -212,3 +212,12 @@ def test_machine_paths():
     cleaned = pages.without_machine_paths({"a": [text], "image/png": str(ROOT)})
     assert cleaned["image/png"] == str(ROOT)
     assert cleaned["a"] == [f"File \x1b[32mlib/eyas/train.py:12\x1b[39m in .; .venv/bin/python; see ~/x and lib{home}; {ROOT}ed"]
+
+
+@pytest.mark.parametrize(("low", "high", "identical", "word"), [
+    (1.1, 1.3, True, "Serve it: 1.20 times"), (0.6, 0.7, True, "Don't serve it: 0.65 times"), (0.9, 1.1, True, "No clear gain: 1.00 times"),
+    (1.1, 1.3, False, "Don't serve it: its output is not"), (None, None, True, "Too few prompts"),
+])
+def test_verdict(low, high, identical, word):
+    ratio = {"value": 1.0 if low is None else (low + high) / 2, "low": low, "high": high, "prompts": 24}
+    assert pages.verdict({"speed_ratio": ratio, "identical_float32": identical}).startswith(word)

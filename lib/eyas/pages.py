@@ -36,8 +36,8 @@ details.code > summary { overflow: hidden; text-overflow: ellipsis; white-space:
 .scroll { overflow-x: auto; margin: .5rem 0; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 table, th, td { border: 0; }
-th, td { padding: .28rem .7rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
-th { font-weight: 600; } thead th, .text tr:first-child th { border-bottom: 2px solid var(--line); } th:first-child, td:first-child, .text th, .text td { text-align: left; }
+th, td { padding: .28rem .7rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
+th { font-weight: 600; } thead th, .head tr:first-child th { border-bottom: 2px solid var(--line); } .number { text-align: right; white-space: nowrap; }
 figure { margin: 1rem 0; } figure img { max-width: 100%; height: auto; background: #fff; border-radius: 6px; }
 figcaption { color: var(--muted); font-size: .88rem; max-width: 46rem; }
 mark { background: var(--mark); color: inherit; }
@@ -54,7 +54,7 @@ section.run:first-of-type { border: 0; margin-top: 0; }
 
 _TEMPLATE = """{%- extends 'classic/base.html.j2' -%}
 {% macro caption(cell) %}{% if cell.source.startswith('# Figure: ') %}{{ cell.source.split('\\n')[0][10:] | escape_html }}{% endif %}{% endmacro %}
-{% block input_group %}<details class="code"><summary>Code: {{ cell.source.split('\\n')[0] | escape_html }}</summary>
+{% block input_group %}<details class="code"><summary>{% if caption(cell) %}Code of the figure{% else %}Code: {{ cell.source.split('\\n')[0] | escape_html }}{% endif %}</summary>
 {{ cell.source | highlight_code(metadata=cell.metadata) }}</details>{% endblock %}
 {% block output_group %}{% if 'settings' in cell.metadata.get('tags', []) %}<details><summary>Settings of this notebook</summary>{{ super() }}</details>
 {% else %}{{ super() }}{% endif %}{% endblock %}
@@ -112,9 +112,27 @@ def notebook_page(notebook, title: str, facts: str, banner: str, links: str) -> 
     exporter = HTMLExporter(template_name="basic", raw_template=_TEMPLATE, exclude_input_prompt=True, exclude_output_prompt=True,
                             exclude_anchor_links=True)
     body, _ = exporter.from_notebook_node(notebook)
+    body = _numbers_to_the_right(body)
     fold = ("<button onclick=\"const all=document.querySelectorAll('details.code'),open=[...all].some(d=>!d.open);all.forEach(d=>d.open=open)\">"
             "show or fold all code</button>")
     return _page(title, f'<nav>{links}<span class="right">{facts}</span>{fold}</nav>\n{banner}\n{body}', _code_css())
+
+
+def _numbers_to_the_right(html: str) -> str:
+    """Columns of tables that hold only numbers are aligned right, their heads too; text stays left."""
+    from bs4 import BeautifulSoup
+
+    soup = BeautifulSoup(html, "html.parser")
+    number = re.compile(r"[-+]?[\d,]*\.?\d+(e[-+]?\d+)?\s?%?|nan|", re.I)
+    for table in soup.select("table"):
+        rows = [row.find_all(["th", "td"], recursive=False) for row in table.find_all("tr")]
+        for column in range(max(map(len, rows), default=0)):
+            cells = [row[column] for row in rows if column < len(row)]
+            texts = [cell.get_text().strip() for cell in cells if cell.name == "td"]
+            if any(texts) and all(number.fullmatch(text) for text in texts):
+                for cell in cells:
+                    cell["class"] = [*cell.get("class", []), "number"]
+    return str(soup)
 
 
 def failure_banner(record: dict) -> str:
@@ -132,14 +150,20 @@ def failure_banner(record: dict) -> str:
 def verdict(headline: dict) -> str:
     """The answer in one sentence, from the speed ratio's interval and the identity of the output."""
     ratio = headline["speed_ratio"]
-    numbers = f"{ratio['value']:.2f} times the speed of plain greedy decoding, 95 % interval {ratio['low']:.2f} to {ratio['high']:.2f}"
+    numbers = f"{ratio['value']:.2f} times the speed of plain greedy decoding{_interval(ratio)}"
     if not headline["identical_float32"]:
         return f"Don't serve it: its output is not the target's own greedy output ({numbers})."
+    if ratio["low"] is None:
+        return f"Too few prompts for an answer: {numbers}."
     if ratio["low"] > 1:
         return f"Serve it: {numbers}."
     if ratio["high"] < 1:
         return f"Don't serve it: {numbers}."
     return f"No clear gain: {numbers}."
+
+
+def _interval(block: dict) -> str:
+    return "" if block["low"] is None else f", 95 % interval {block['low']:.2f} to {block['high']:.2f}"
 
 
 def index_page(runs: list[dict]) -> str:
@@ -167,36 +191,40 @@ def _run_section(run: dict) -> str:
         parts.append('<p class="muted">No acceptance was measured in this run.</p>')
     parts.append(_facts(run, headline or {}))
     rows = "\n".join(_notebook_row(folder, n) for n in run["notebooks"])
-    parts.append(f'<div class="scroll"><table class="text"><tr><th>Notebook</th><th>Question</th><th>State</th><th>Time</th></tr>\n{rows}\n</table></div>')
+    parts.append(f'<div class="scroll"><table class="head"><tr><th>Notebook</th><th>Question</th><th>State</th><th>Time</th></tr>\n{rows}\n</table></div>')
     parts.append(f'<p class="muted"><a href="{folder}/run.json">run.json</a>: everything recorded of this run. '
                  f'<code>{escape(run["command"])}</code></p></section>')
     return "\n".join(parts)
 
 
 def _tiles(headline: dict) -> str:
-    def between(block):
-        return f"95 % interval {block['low']:.2f} to {block['high']:.2f}, {block['prompts']} prompts"
-
-    length, ratio, estimate = headline["acceptance_length"], headline["speed_ratio"], headline.get("offline_estimate")
-    identical = headline["identical_float32"]
-    tiles = [("Acceptance length", f"{length['value']:.2f}", f"tokens per verify step, bonus token included; {between(length)}"),
-             ("Speed ratio", f"{ratio['value']:.2f}", f"times plain greedy decoding; {between(ratio)}")]
+    length, ratio, estimate, identical = (headline[name] for name in ("acceptance_length", "speed_ratio", "offline_estimate", "identical_float32"))
+    tiles = [("Acceptance length", length, "tokens per verify step, bonus token included")]
     if estimate:
-        tiles.insert(1, ("Offline estimate", f"{estimate['value']:.2f}", f"acceptance length from stored states; {between(estimate)}"))
-    html = [f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b><span>{escape(note)}</span></div>' for name, value, note in tiles]
-    html.append(f'<div class="tile"><span>Output identical to greedy (float32):</span> <b class="{"yes" if identical else "no"}">{"yes" if identical else "no"}</b>'
-                f'<span>token for token, {headline["identical_prompts"]} of {headline["decoded_prompts"]} prompts</span></div>')
+        tiles.append(("Offline estimate", estimate, "acceptance length from stored states"))
+    tiles.append(("Speed ratio", ratio, "times plain greedy decoding by the same code"))
+    html = [f'<div class="tile"><span>{name}</span><b>{block["value"]:.2f}</b><span>{note}{_interval(block)}; {block["prompts"]} prompts</span></div>'
+            for name, block, note in tiles]
+    word = "yes" if identical else "no"
+    html.append(f'<div class="tile"><span>Output identical to greedy (float32):</span> <b class="{word}">{word}</b>'
+                f'<span>token for token in {headline["identical_prompts"]} of {headline["decoded_prompts"]} prompts</span></div>')
     return '<div class="tiles">' + "\n".join(html) + "</div>"
 
 
 def _facts(run: dict, headline: dict) -> str:
     git = run["git"]
     state = f"{git['commit'][:12]}{', with uncommitted changes' if git['dirty'] else ', clean'}" if git["commit"] else "not a git checkout"
-    facts = [("Target", headline.get("target") or run["settings"]["target"]), ("Data", headline.get("data")), ("Text", headline.get("text")),
+    text = None
+    if headline:
+        again = headline["bfloat16"]
+        text = (f"{headline['repeated_bigrams']:.1%} of the decoded bigrams repeat an earlier one (a looping text is easy to draft); {headline['outside_vocab']:.1%} of "
+                f"the tokens are outside the draft vocabulary; in bfloat16 {again['differing']} of {again['prompts']} outputs differ from greedy, {again['ties']} of them at a tie")
+    target = f"{headline['target']}, drafter fed from boundaries {', '.join(map(str, headline['boundaries']))}" if headline else run["settings"]["target"]
+    facts = [("Target", target), ("Data", headline.get("data")), ("Text", text),
              ("Duration", duration_text(run["duration_s"]) if run.get("duration_s") is not None else None), ("Git", state),
              ("Versions", ", ".join(f"{name} {version}" for name, version in run["versions"].items())),
              ("Machine", f"{run['machine']['cores']} cores{', ' + run['machine']['gpu'] if run['machine']['gpu'] else ', no GPU'}")]
-    return '<div class="scroll"><table class="text">' + "".join(f"<tr><td>{n}</td><td>{escape(str(v))}</td></tr>" for n, v in facts if v) + "</table></div>"
+    return '<div class="scroll"><table>' + "".join(f"<tr><td>{n}</td><td>{escape(str(v))}</td></tr>" for n, v in facts if v) + "</table></div>"
 
 
 def _notebook_row(folder: str, record: dict) -> str:

@@ -153,9 +153,40 @@ def versions() -> dict[str, str]:
 
 def headline(config: Config) -> dict | None:
     """The numbers that the index opens with, copied from the run's acceptance folder; None when this run has not measured acceptance."""
-    path = config.acceptance_dir / "acceptance.json"
+    path, walk_path = config.acceptance_dir / "acceptance.json", config.acceptance_dir / "walk.json"
     if not path.is_file():
         return None
+    found = read_json(path)
+    counts, identical, again = found["counts"], found["identical_to_greedy"]["float32"], found["identical_to_greedy"]["bfloat16"]
+
+    def block(record: dict, name: str, prompts: int) -> dict:
+        return {key: record[name][key] for key in ("value", "low", "high")} | {"prompts": prompts}
+
+    walked = read_json(walk_path) if walk_path.is_file() else None
+    return {
+        "target": found["settings"]["target"],
+        "boundaries": found["settings"]["boundaries"],
+        "data": _data_sentence(config),
+        "acceptance_length": block(found, "acceptance_length", counts["prompts"]),
+        "offline_estimate": block(walked, "acceptance_length", walked["counts"]["samples"]) if walked else None,
+        "speed_ratio": block(found, "speed_ratio", counts["prompts"]),
+        "repeated_bigrams": found["repeated_bigrams"]["value"],
+        "outside_vocab": found["outside_vocab"]["value"],
+        "identical_float32": identical["differing"] == 0,
+        "identical_prompts": identical["prompts"] - identical["differing"],
+        "decoded_prompts": identical["prompts"],
+        "bfloat16": {name: again[name] for name in ("prompts", "differing", "ties", "not_ties")},
+    }
+
+
+def _data_sentence(config: Config) -> str:
+    from eyas.store import Store
+
+    index = Store.open(config.store_dir).index
+    done = index[index["state"] == "extracted"]
+    train, heldout = done[done["split"] == "train"], done[done["split"] == "heldout"]
+    return (f"{len(train):,} training conversations ({train['length'].sum():,} tokens, {train['loss_tok'].sum():,} supervised) in "
+            f"{train['category'].nunique()} categories, {len(heldout):,} of held-out topics")
 
 
 def write_index(reports: Path = REPORTS) -> Path:
@@ -180,6 +211,8 @@ def _run_notebook(path: Path, record: dict, work: Path, out: Path, command: str,
     save()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "lib"), os.environ.get("PYTHONPATH"))))}
     environment.pop("MPLBACKEND", None)  # Agg would give a report without figures and without an error
+    # widgets are not installed on purpose: they do not show in a saved page
+    environment["PYTHONWARNINGS"] = ",".join(filter(None, (environment.get("PYTHONWARNINGS"), "ignore:IProgress not found")))
     with open(log, "wb") as log_file:
         child = subprocess.Popen([sys.executable, "-m", "eyas.report", "one", str(spec)], stdin=subprocess.DEVNULL, stdout=log_file,
                                  stderr=subprocess.STDOUT, env=environment, start_new_session=True)
