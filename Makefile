@@ -1,0 +1,49 @@
+# make demo: from nothing to reports/index.html. Everything runs in .venv, which the first target that needs it makes.
+
+# The first of these that is Python 3.11; name another with `make demo PYTHON=/opt/python3.11/bin/python3`.
+PYTHON = $(shell for p in python3.11 python3; do $$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && echo $$p && break; done)
+P = demo
+
+# Notebooks run on the venv's own kernel, whatever lies in the user's home.
+export JUPYTER_PREFER_ENV_PATH = 1
+
+.PHONY: help demo report test lab doctor clean
+
+help:
+	@echo "make demo            the whole road at demo size; opens with reports/index.html (20 minutes on 2 cores, set-up included)"
+	@echo "make report P=smoke  the same with another profile of notebooks/profiles"
+	@echo "make test            all tests, a real server among them"
+	@echo "make lab             JupyterLab on the notebooks"
+	@echo "make doctor          is everything here, and what to do where it is not"
+	@echo "make clean           remove .venv and caches; data/ and reports/ stay"
+
+demo: .venv/.ready
+	.venv/bin/python -m eyas report --profile demo
+
+report: .venv/.ready
+	.venv/bin/python -m eyas report --profile $(P)
+
+test: .venv/.ready
+	.venv/bin/python -m pytest
+
+lab: .venv/.ready
+	.venv/bin/python -m jupyterlab notebooks
+
+doctor: .venv/.ready
+	.venv/bin/python -m eyas doctor
+
+# The stamp comes last: a .venv without it was interrupted, and the same command completes it. `pip -qq` says only what failed.
+# --no-deps: the lock is complete, and SGLang's own dependencies would bring its GPU kernels (requirements/gpu.txt).
+.venv/.ready: requirements/cpu.txt pyproject.toml $(wildcard patches/*/pyproject.toml)
+	@test -n "$(PYTHON)" || { echo "eyas: no Python 3.11 as python3.11 or python3; expected one; next: install it (Debian: apt-get install python3.11-venv)," \
+		"use conda (environment.yml), or make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@rm -f $@
+	@.venv/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	@echo "installing the locked packages into .venv (some minutes the first time) ..."
+	@.venv/bin/python -m pip install -qq --no-deps -r requirements/cpu.txt
+	@.venv/bin/python -m pip install -qq --no-deps --no-build-isolation -e . -e patches/capture -e patches/cpu
+	@touch $@
+
+clean:
+	rm -rf .venv .pytest_cache lib/*.egg-info patches/*/*.egg-info
+	find lib tests notebooks patches -name __pycache__ -prune -exec rm -rf {} +
