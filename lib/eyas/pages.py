@@ -33,7 +33,7 @@ nav .right { margin-left: auto; }
 button { font: inherit; color: var(--link); background: none; border: 0; padding: 0; cursor: pointer; text-decoration: underline; }
 details.code { margin: .35rem 0; } details > summary { cursor: pointer; color: var(--muted); font-size: .8rem; }
 details.code > summary { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
-.scroll { overflow-x: auto; margin: .5rem 0; }
+.scroll { overflow-x: auto; margin: .5rem 0; } .scroll pre { white-space: pre-wrap; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 table, th, td { border: 0; }
 th, td { padding: .28rem .7rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
@@ -206,8 +206,8 @@ def _tiles(headline: dict) -> str:
     html = [f'<div class="tile"><span>{name}</span><b>{block["value"]:.2f}</b><span>{note}{_interval(block)}; {block["prompts"]} prompts</span></div>'
             for name, block, note in tiles]
     word = "yes" if identical else "no"
-    html.append(f'<div class="tile"><span>Output identical to greedy (float32):</span> <b class="{word}">{word}</b>'
-                f'<span>token for token in {headline["identical_prompts"]} of {headline["decoded_prompts"]} prompts</span></div>')
+    html.append(f'<div class="tile"><span>Same text</span><b class="{word}">{word}</b><span>output identical to greedy (float32): {word}, '
+                f'token for token in {headline["identical_prompts"]} of {headline["decoded_prompts"]} prompts</span></div>')
     return '<div class="tiles">' + "\n".join(html) + "</div>"
 
 

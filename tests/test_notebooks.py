@@ -1,0 +1,84 @@
+"""The smoke profile through the runner: all five notebooks with a real server, once; then what their pages and run.json hold."""
+
+import os
+import re
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from eyas.config import Config
+from eyas.files import ROOT, read_json
+
+pytestmark = [pytest.mark.notebooks, pytest.mark.server]
+
+FIGURES = {"01_server_setup": 0, "02_extraction": 0, "03_shard_inspection": 3, "04_training": 3, "05_acceptance": 2}
+PROGRESS_LINES = {"02_extraction": 2, "05_acceptance": 2}  # extraction and verification; decoding in float32 and in bfloat16
+
+
+@pytest.fixture(scope="module")
+def smoke(embedded, tmp_path_factory):
+    """(run.json, index page, {notebook: page}, data folder) of one run of the smoke profile."""
+    folder = tmp_path_factory.mktemp("smoke")
+    data = folder / "data"
+    data.mkdir()
+    (data / "targets").symlink_to(embedded.folder.parent)  # converted already
+    environment = os.environ | {"EYAS_DATA": str(data), "PYTHONPATH": str(ROOT / "lib"), "MPLBACKEND": "Agg"}  # which would give no figures, and no error
+    ended = subprocess.run([sys.executable, "-m", "eyas", "report", "--profile", "smoke", "--out", str(folder / "reports")], env=environment,
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1200)
+    run = read_json(folder / "reports" / "smoke" / "run.json")
+    assert ended.returncode == 0, ended.stdout + str([n["exception"] for n in run["notebooks"]])
+    pages = {name: (folder / "reports" / "smoke" / f"{name}.html").read_text() for name in FIGURES}
+    return run, (folder / "reports" / "index.html").read_text(), pages, data
+
+
+def test_run_json(smoke):
+    run, _, _, _ = smoke
+    assert (run["state"], run["return_code"], run["run_name"]) == ("ok", 0, "smoke")
+    assert [(n["name"], n["state"], n["return_code"]) for n in run["notebooks"]] == [(name, "ok", 0) for name in FIGURES]
+    assert run["notebooks"][1]["parameters"]["train_samples"] == Config.load("smoke").train_samples
+    assert "missing" not in run["versions"].values()
+
+
+def test_figures_are_there_and_described(smoke):
+    for name, page in smoke[2].items():
+        images = re.findall(r"<img[^>]*>", page)
+        assert len(images) == FIGURES[name], name
+        for image in images:
+            assert 'src="data:image/svg+xml;base64,' in image and len(re.search(r'alt="([^"]*)"', image).group(1)) > 30
+
+
+def test_progress_is_one_line_each(smoke):
+    for name, count in PROGRESS_LINES.items():
+        assert len(re.findall(r"\d+/\d+ (?:samples|prompts)[^,<]*, \d+ %", smoke[2][name])) == count, name
+
+
+def test_pages_stand_alone(smoke):
+    _, index, pages, data = smoke
+    for html in (index, *pages.values()):
+        assert not re.findall(r"<(?:script|link|iframe)|(?:src|href)\s*=\s*[\"']?(?:https?:)?//|@import", html, re.I)
+        assert str(ROOT) not in html and str(data) not in html and "Traceback" not in html and "Warning" not in html
+        assert len(html) < 2_000_000
+
+
+def test_headline(smoke):
+    run, index, pages, data = smoke
+    acceptance = read_json(data / "runs" / "smoke" / "acceptance" / "acceptance.json")
+    walked = read_json(data / "runs" / "smoke" / "acceptance" / "walk.json")
+    headline = run["headline"]
+    assert headline["acceptance_length"]["value"] == acceptance["acceptance_length"]["value"] >= 1.0
+    assert headline["offline_estimate"]["value"] == walked["acceptance_length"]["value"]
+    assert headline["speed_ratio"]["low"] <= headline["speed_ratio"]["value"] <= headline["speed_ratio"]["high"]
+    assert headline["identical_float32"] is True
+    assert "output identical to greedy (float32): yes" in index
+    for block in ("acceptance_length", "offline_estimate", "speed_ratio"):
+        assert f"<b>{headline[block]['value']:.2f}</b>" in index
+    answer = re.search(r'<p class="answer">([^<]+)</p>', index).group(1)
+    assert answer in pages["05_acceptance"].replace("&#39;", "'") or answer.replace("&#x27;", "'") in pages["05_acceptance"].replace("&#39;", "'")
+
+
+def test_no_server_is_left(smoke):
+    data = smoke[3]
+    assert not (data / "runs" / "smoke" / "server" / "server.json").exists()
+    assert not [p.pid for p in psutil.process_iter(["cmdline"]) if "sglang" in " ".join(p.info["cmdline"] or []) and str(data) in " ".join(p.info["cmdline"] or [])]
