@@ -1,0 +1,258 @@
+"""The EAGLE-3 drafter in plain torch, with the semantics of SGLang's `LlamaForCausalLMEagle3` (models/llama_eagle3.py of 0.5.23).
+
+Slot j stands for position j of a text: it takes the target's hidden state j and token j+1, and predicts token j+2.
+
+    hidden [n, H] = fc([boundaries, ascending])                             fuse; for a drafted slot: the output of the slot before it
+    x [n, 2H]     = [input_layernorm(embedding of token j+1), hidden_norm(hidden)]
+    out [n, H]    = one Llama layer: hidden + attention(x), then + MLP      RoPE position j
+    logits [n, D] = lm_head(norm(out))                                      over the draft vocabulary
+
+`out` before the norm is what is fed back as the hidden state of the next drafted slot. The embedding is the target's and stays frozen.
+The names of the weights are SGLang's. Axes: n slots, B boundaries, H hidden size, V target vocabulary, D draft vocabulary.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from eyas.errors import EyasError
+from eyas.files import write_atomic
+from eyas.target import Target, check_boundaries
+from eyas.vocab import DraftVocab, check_size
+
+FILE = "drafter.safetensors"
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """The shape of a drafter and the boundaries that feed it (ascending)."""
+
+    hidden_size: int
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    boundaries: tuple[int, ...]
+
+    @classmethod
+    def from_target(cls, target: Target, boundaries: tuple[int, ...], draft_vocab_size: int) -> "DrafterConfig":
+        """A layer of the target's own size. EyasError: boundaries outside 0..N; D larger than the vocabulary."""
+        check_boundaries(boundaries, target.n_blocks)
+        check_size(draft_vocab_size, target.vocab_size)
+        text = target.config.get("text_config", target.config)
+        n_heads = text["num_attention_heads"]
+        rope = text.get("rope_parameters") or {}
+        return cls(
+            hidden_size=target.hidden_size,
+            target_hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            n_heads=n_heads,
+            n_kv_heads=text.get("num_key_value_heads") or n_heads,
+            head_dim=text.get("head_dim") or target.hidden_size // n_heads,
+            intermediate_size=text["intermediate_size"],
+            rms_norm_eps=target.rms_norm_eps,
+            rope_theta=float(text.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+            max_position_embeddings=target.context_tok,
+            boundaries=tuple(boundaries),
+        )
+
+
+class RMSNorm(nn.Module):
+    """As Llama's: computed in float32 (float64 for float64 input), given back in the dtype of the input."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """The four projections of an EAGLE-3 layer (q, k and v take 2H) and RoPE; which slots attend to which is the caller's business."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.config = config
+        self.q_proj = nn.Linear(2 * config.hidden_size, config.n_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(2 * config.hidden_size, config.n_kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(2 * config.hidden_size, config.n_kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.n_heads * config.head_dim, config.hidden_size, bias=False)
+
+    def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """x [n, 2H], positions [n] -> [n, heads, head_dim], rotated."""
+        return self._rotate(self.q_proj(x).unflatten(-1, (self.config.n_heads, -1)), positions)
+
+    def keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [n, 2H], positions [n] -> keys (rotated) and values, [n, kv heads, head_dim] each."""
+        keys = self._rotate(self.k_proj(x).unflatten(-1, (self.config.n_kv_heads, -1)), positions)
+        return keys, self.v_proj(x).unflatten(-1, (self.config.n_kv_heads, -1))
+
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """RoPE in Llama's (neox) form, computed in float32 (float64 for float64 input). x [n, heads, head_dim]."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        half = self.config.head_dim // 2
+        frequencies = self.config.rope_theta ** -(torch.arange(half, dtype=wide, device=x.device) / half)  # [head_dim/2]
+        angles = (positions.to(wide)[:, None] * frequencies)[:, None, :]  # [n, 1, head_dim/2]
+        cos, sin = angles.cos(), angles.sin()
+        a, b = x.to(wide).split(half, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """One Llama layer whose attention reads [normed embedding, normed hidden] and whose residual stream is the hidden state."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def inputs(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, H] and [n, H] -> [n, 2H], what the projections read."""
+        return torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], dim=-1)
+
+    def finish(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """attended [n, heads, head_dim] and the residual stream [n, H] -> the raw output [n, H]."""
+        hidden = hidden + self.self_attn.o_proj(attended.flatten(-2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class DraftCache:
+    """Keys and values of the slots seen so far, [kv heads, capacity, head_dim], of which the first `length` count."""
+
+    def __init__(self):
+        self.length = 0
+        self._keys = self._values = torch.empty(0, 0, 0)
+
+    def truncate(self, length: int) -> None:
+        """Forget the slots from `length` on."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot truncate a cache of {self.length} slots to {length}")
+        self.length = length
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add n slots, [n, kv heads, head_dim] each; gives all keys and values, [kv heads, length, head_dim]."""
+        length = self.length + len(keys)
+        if length > self._keys.shape[1]:
+            grown = [keys.new_empty(keys.shape[1], 2 * length, keys.shape[2]) for _ in range(2)]
+            for new, old in zip(grown, (self._keys, self._values)):
+                if self.length:
+                    new[:, : self.length] = old[:, : self.length]
+            self._keys, self._values = grown
+        self._keys[:, self.length : length] = keys.transpose(0, 1)
+        self._values[:, self.length : length] = values.transpose(0, 1)
+        self.length = length
+        return self._keys[:, :length], self._values[:, :length]
+
+
+class Drafter(nn.Module):
+    """An EAGLE-3 drafter of this shape with random weights; `vocab` is its draft vocabulary."""
+
+    def __init__(self, config: DrafterConfig, vocab: DraftVocab):
+        super().__init__()
+        if (len(vocab.ids), vocab.vocab_size) != (config.draft_vocab_size, config.vocab_size):
+            raise EyasError(f"a draft vocabulary of {len(vocab.ids)} of {vocab.vocab_size} tokens", f"{config.draft_vocab_size} of {config.vocab_size}")
+        self.config, self.vocab = config, vocab
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens.weight.requires_grad_(False)
+        self.fc = nn.Linear(len(config.boundaries) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList([Layer(config)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's states, boundaries concatenated in ascending order [n, B*H] -> hidden [n, H]."""
+        return self.fc(states)
+
+    def extend(self, token_ids: torch.Tensor, hidden: torch.Tensor, cache: DraftCache) -> torch.Tensor:
+        """Run n more slots, which attend to all slots before them and to themselves; their keys and values join the cache.
+
+        token_ids: int64 [n], token j+1 of each slot j; hidden [n, H]: fused states, or the output of the slot before. Gives the raw output [n, H].
+        """
+        layer, start = self.layers[0], cache.length
+        positions = torch.arange(start, start + len(token_ids), device=hidden.device)  # [n]
+        x = layer.inputs(self.embed_tokens(token_ids), hidden)  # [n, 2H]
+        queries = layer.self_attn.queries(x, positions).transpose(0, 1)  # [heads, n, head_dim]
+        keys, values = cache.append(*layer.self_attn.keys_values(x, positions))  # [kv heads, length, head_dim]
+        mask = torch.arange(cache.length, device=hidden.device) <= positions[:, None]  # [n, length]
+        attended = F.scaled_dot_product_attention(queries[None], keys[None], values[None], attn_mask=mask, enable_gqa=True)[0]
+        return layer.finish(attended.transpose(0, 1), hidden)
+
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        """Raw output [m, H] -> logits over the draft vocabulary [m, D]."""
+        return self.lm_head(self.norm(out))
+
+
+def save_drafter(drafter: Drafter, folder: Path, record: dict) -> Path:
+    """Write the drafter as one file, whole or absent: the trained weights, the ids of its vocabulary, its shape and `record` (what it was made from).
+
+    The frozen embedding is left out. `record["target"]`, with name and fingerprint, is what `load_drafter` compares. Gives the file's path.
+    """
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items() if name != "embed_tokens.weight"}
+    metadata = {"format": "pt", "drafter": json.dumps({"config": dataclasses.asdict(drafter.config), "record": record})}
+    return write_atomic(Path(folder) / FILE, lambda path: save_file(weights | {"vocab.ids": drafter.vocab.ids}, path, metadata=metadata))
+
+
+def read_record(folder: Path) -> dict:
+    """What `save_drafter` was told. EyasError where there is no drafter."""
+    return _read_metadata(Path(folder) / FILE)["record"]
+
+
+def load_drafter(folder: Path, target: Target) -> Drafter:
+    """The drafter that training saved, with the target's embedding, in float32. EyasError: none there, a torn file, another target's, another shape."""
+    path = Path(folder) / FILE
+    described = _read_metadata(path)
+    made_for = described["record"].get("target", {})
+    if made_for.get("fingerprint") != target.fingerprint:
+        raise EyasError(f"the drafter was trained for another target: {made_for.get('name')} ({str(made_for.get('fingerprint'))[:12]}...)",
+                        f"{target.name} ({target.fingerprint[:12]}...)", "train one for this target: python -m eyas train -p run_name NAME")
+    config = DrafterConfig(**{**described["config"], "boundaries": tuple(described["config"]["boundaries"])})
+    with safe_open(path, framework="pt") as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}
+    drafter = Drafter(config, DraftVocab(weights.pop("vocab.ids"), config.vocab_size))
+    weights["embed_tokens.weight"] = target.embedding().float()
+    for name, tensor in drafter.state_dict().items():
+        if name not in weights or weights[name].shape != tensor.shape:
+            found = f"of shape {list(weights[name].shape)}" if name in weights else "missing"
+            raise EyasError(f"{name} of the drafter is {found}", f"shape {list(tensor.shape)}, from its own description", "train it again")
+    drafter.load_state_dict(weights)
+    return drafter
+
+
+def _read_metadata(path: Path) -> dict:
+    if not path.is_file():
+        raise EyasError(f"no drafter in {path.parent.name!r} of run {path.parent.parent.name!r}", f"a {FILE}", "python -m eyas train --profile demo")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return json.loads(file.metadata()["drafter"])
+    except (SafetensorError, KeyError, TypeError) as error:
+        raise EyasError(f"{path.name} of run {path.parent.parent.name!r} can't be read: {error}", "a whole file of `save_drafter`", "train it again") from None
