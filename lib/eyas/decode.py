@@ -181,7 +181,9 @@ def response_start(loss_mask: np.ndarray) -> int:
 def load_model(target: Target, dtype: torch.dtype, device: str):
     """The target as a Hugging Face causal LM, ready to decode."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # one second; a bar in every report
     return AutoModelForCausalLM.from_pretrained(target.folder, dtype=dtype, attn_implementation="sdpa").to(device).eval()
 
 
@@ -229,10 +231,10 @@ def measure(config: Config, target: Target, drafter: Drafter, samples: list) -> 
         if len(prompt) > room:
             raise EyasError(f"the prompt of {sample.id} has {len(prompt)} tokens", f"at most {room}: context, less new tokens and drafts")
     torch.set_num_threads(config.threads)
-    traces = _decode_all(config, target, drafter, prompts, torch.float32, "float32")
+    traces = _decode_all(config, target, drafter, prompts, torch.float32)
     rows = [_count(config, drafter, sample, prompt, *pair) for sample, prompt, pair in zip(samples, prompts, traces)]
     n_again = min(config.check_bf16_prompts, len(prompts))
-    again = _decode_all(config, target, drafter, prompts[:n_again], torch.bfloat16, "bfloat16") if n_again else []
+    again = _decode_all(config, target, drafter, prompts[:n_again], torch.bfloat16) if n_again else []
     identical = {"float32": _compare(samples, traces), "bfloat16": _compare(samples, again)}
     acceptance = Acceptance(summarise(config, target, drafter, pd.DataFrame(rows), identical), pd.DataFrame(rows))
     write_atomic(config.acceptance_dir / "acceptance.parquet", acceptance.prompts.to_parquet)
@@ -240,7 +242,7 @@ def measure(config: Config, target: Target, drafter: Drafter, samples: list) -> 
     return acceptance
 
 
-def _decode_all(config: Config, target: Target, drafter: Drafter, prompts: list[list[int]], dtype: torch.dtype, unit: str) -> list[tuple[Trace, Trace]]:
+def _decode_all(config: Config, target: Target, drafter: Drafter, prompts: list[list[int]], dtype: torch.dtype) -> list[tuple[Trace, Trace]]:
     """(plain, speculative) of every prompt."""
     model = load_model(target, dtype, config.device)
     drafter = drafter.to(config.device).eval()
@@ -254,11 +256,11 @@ def _decode_all(config: Config, target: Target, drafter: Drafter, prompts: list[
     for decode in (plain, speculative):
         decode(prompts[0], 4)
     pairs = []
-    with Progress(len(prompts), f"prompts ({unit})") as progress:
+    with Progress(len(prompts), "prompts") as progress:
         for i, prompt in enumerate(prompts):
             traces = {decode: decode(prompt, config.decode_new_tok) for decode in ((plain, speculative) if i % 2 == 0 else (speculative, plain))}
             pairs.append((traces[plain], traces[speculative]))
-            progress.update(samples=1, tok=len(traces[plain].tokens) + len(traces[speculative].tokens))
+            progress.update(samples=1, tok=len(traces[plain].tokens) + len(traces[speculative].tokens), note=str(dtype).removeprefix("torch."))
     return pairs
 
 
@@ -335,7 +337,7 @@ def summarise(config: Config, target: Target, drafter: Drafter, prompts: pd.Data
             "dtype": "float32", "device": config.device, "threads": config.threads, "seed": config.seed,
             "interval": "95 %, percentile bootstrap over prompts",
         },
-        "counts": {"prompts": len(prompts), **prompts[counted].sum().map(lambda v: v.item()).to_dict()},
+        "counts": {"prompts": len(prompts), **{name: prompts[name].sum().item() for name in counted}},
         "acceptance_length": length(prompts),  # bonus token included
         "accepted_per_step": interval(prompts["accepted"], prompts["verify_steps"]),  # without the bonus token
         "by_position": by_position,
