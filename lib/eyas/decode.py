@@ -161,7 +161,7 @@ def _draft(drafter: Drafter, cache: DraftCache, tokens: list[int], states: torch
 
 def _draft_token(drafter: Drafter, out: torch.Tensor) -> int:
     """The target id of the most likely draft token."""
-    return int(drafter.vocab.ids[drafter.logits(out)[0].argmax()])
+    return int(drafter.vocab.ids[int(drafter.logits(out)[0].argmax())])
 
 
 def response_start(loss_mask: np.ndarray) -> int:
@@ -275,11 +275,30 @@ def _count(config: Config, drafter: Drafter, sample, prompt: list[int], plain: T
         "draftable_tok": len(after_first), "outside_vocab_tok": int((drafter.vocab.to_draft(after_first) < 0).sum()),
         "greedy_s": plain.seconds, "speculative_s": speculative.seconds, "identical": plain.tokens == speculative.tokens,
     }  # fmt: skip
-    for i in range(config.draft_length):
-        row[f"proposed_{i + 1}"] = int((drafted > i).sum())
-        row[f"reached_{i + 1}"] = int(((drafted > i) & (accepted >= i)).sum())
-        row[f"accepted_{i + 1}"] = int((accepted > i).sum())
-    return row
+    return row | position_counts(drafted, accepted, config.draft_length)
+
+
+def position_counts(drafted: np.ndarray, accepted: np.ndarray, draft_length: int) -> dict[str, int]:
+    """proposed_i, reached_i and accepted_i of one prompt from its verify steps, [steps] each (see the module's head)."""
+    counts = {}
+    for i in range(draft_length):
+        counts[f"proposed_{i + 1}"] = int((drafted > i).sum())
+        counts[f"reached_{i + 1}"] = int(((drafted > i) & (accepted >= i)).sum())
+        counts[f"accepted_{i + 1}"] = int((accepted > i).sum())
+    return counts
+
+
+def position_ratios(table: pd.DataFrame, config: Config) -> list[dict]:
+    """Counts by position over all rows of the table, and both acceptances with their intervals."""
+    return [
+        {
+            "position": i,
+            **{name: int(table[f"{name}_{i}"].sum()) for name in ("proposed", "reached", "accepted")},
+            "unconditional": ratio_interval(table[f"accepted_{i}"], table[f"proposed_{i}"], config.seed).as_dict(),
+            "conditional": ratio_interval(table[f"accepted_{i}"], table[f"reached_{i}"], config.seed).as_dict(),
+        }
+        for i in range(1, config.draft_length + 1)
+    ]
 
 
 def repeated_bigrams(tokens: list[int]) -> int:
@@ -321,15 +340,6 @@ def summarise(config: Config, target: Target, drafter: Drafter, prompts: pd.Data
         return interval(table["accepted"] + table["verify_steps"], table["verify_steps"])
 
     counted = [name for name in prompts.columns if name not in ("id", "category")]
-    by_position = [
-        {
-            "position": i,
-            **{name: int(prompts[f"{name}_{i}"].sum()) for name in ("proposed", "reached", "accepted")},
-            "unconditional": interval(prompts[f"accepted_{i}"], prompts[f"proposed_{i}"]),
-            "conditional": interval(prompts[f"accepted_{i}"], prompts[f"reached_{i}"]),
-        }
-        for i in range(1, config.draft_length + 1)
-    ]
     return {
         "settings": {
             "target": target.name, "target_fingerprint": target.fingerprint, "boundaries": list(drafter.config.boundaries),
@@ -340,7 +350,7 @@ def summarise(config: Config, target: Target, drafter: Drafter, prompts: pd.Data
         "counts": {"prompts": len(prompts), **{name: prompts[name].sum().item() for name in counted}},
         "acceptance_length": length(prompts),  # bonus token included
         "accepted_per_step": interval(prompts["accepted"], prompts["verify_steps"]),  # without the bonus token
-        "by_position": by_position,
+        "by_position": position_ratios(prompts, config),
         "by_category": [
             {"category": category, "prompts": len(table), "verify_steps": int(table["verify_steps"].sum()), "accepted": int(table["accepted"].sum()),
              "acceptance_length": length(table), "repeated_bigrams": interval(table["repeated_bigrams"], table["bigrams"])}
