@@ -101,7 +101,7 @@ class Target:
                 with safe_open(self.folder / file, framework="pt") as shard:
                     weights[name] = shard.get_tensor(name)
             except (OSError, SafetensorError) as error:
-                raise EyasError(f"{file} of {self.name} can't be read: {error}", f"a whole safetensors file with {name}", "copy or save the model again") from None
+                raise _torn(self.folder / file, error) from None
         return weights
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class Target:
             "vocabulary (V)": self.vocab_size, "context, tokens": self.context_tok,
             "weights": f"{sum(path.stat().st_size for path in self.folder.glob('*.safetensors')) / 2**30:.2f} GiB on disk, {_text(self.config).get('dtype', _text(self.config).get('torch_dtype', 'dtype not said'))}",
             "fingerprint": self.fingerprint[:16], "config": self.config_hash[:16],
-            "default boundaries": ", ".join(map(str, default_boundaries(self.n_blocks))) if self.n_blocks >= 6 else "none: fewer than 6 blocks",
+            "default boundaries": ", ".join(map(str, default_boundaries(self.n_blocks))) if self.n_blocks >= 7 else "none: fewer than 7 blocks",
         }
         return "\n".join(f"{name:20} {value}" for name, value in lines.items())
 
@@ -147,6 +147,17 @@ def embedded_target() -> Path:
         if _differs(folder, manifest):
             _convert(_embedded_gguf(manifest), folder, manifest)
     return folder
+
+
+def embedded_state() -> tuple[bool | None, str]:
+    """(True, whole), (False, altered) or (None, not converted yet), each in words; converts nothing. EyasError when the GGUF is missing."""
+    manifest = read_json(EMBEDDED_MANIFEST)
+    name, folder = manifest["name"], data_dir() / "targets" / manifest["name"]
+    if not folder.exists():
+        _embedded_gguf(manifest)
+        return None, f"{name} not converted yet; its first use does that, once (half a minute)"
+    altered = _differs(folder, manifest)
+    return (False, f"{name}: {altered} is missing or altered") if altered else (True, f"{name}, converted, its files as recorded")
 
 
 def _differs(folder: Path, manifest: dict) -> str:
@@ -213,10 +224,12 @@ def _convert(source: Path, folder: Path, manifest: dict) -> None:
 
 
 def default_boundaries(n_blocks: int) -> tuple[int, int, int]:
-    """2, N//2, N-3: what SGLang, vLLM and EAGLE's own code take by default. EyasError below 6 blocks, where they collide."""
-    if n_blocks < 6:
-        raise EyasError(f"the target has {n_blocks} blocks: the default boundaries 2, N//2, N-3 collide", "6 or more blocks, or boundaries of your own", "-p boundaries '[0,1,2]'")
-    return 2, n_blocks // 2, n_blocks - 3
+    """2, N//2, N-3: what SGLang, vLLM and EAGLE's own code take by default. EyasError below 7 blocks, where two of them fall together."""
+    triple = 2, n_blocks // 2, n_blocks - 3
+    if not triple[0] < triple[1] < triple[2]:
+        raise EyasError(f"the target has {n_blocks} blocks: the default boundaries 2, N//2, N-3 would be {', '.join(map(str, triple))}",
+                        "7 or more blocks, or boundaries of your own", f"-p boundaries '{sorted({0, n_blocks // 2, n_blocks})}'")
+    return triple
 
 
 def check_boundaries(boundaries, n_blocks: int) -> None:
@@ -237,8 +250,11 @@ def _weight_map(folder: Path) -> dict[str, str]:
         return read_json(index)["weight_map"]
     names = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            names |= dict.fromkeys(file.keys(), path.name)
+        try:
+            with safe_open(path, framework="pt") as file:
+                names |= dict.fromkeys(file.keys(), path.name)
+        except (OSError, SafetensorError) as error:
+            raise _torn(path, error) from None
     if not names:
         raise _no_weights(folder)
     return names
@@ -263,6 +279,10 @@ def _fingerprint(folder: Path) -> str:
 
 def _no_weights(folder: Path) -> EyasError:
     return EyasError(f"{folder.name!r} holds no safetensors", "weights in safetensors", "save the model with save_pretrained")
+
+
+def _torn(path: Path, error: Exception) -> EyasError:
+    return EyasError(f"{path.name} of {path.parent.name} can't be read: {error}", "a whole safetensors file", "copy or save the model again")
 
 
 def _shown(folder: Path) -> str:
