@@ -92,6 +92,49 @@ def _report(args) -> int:
     return run["return_code"]
 
 
+def _doctor(args) -> int:
+    from eyas.doctor import doctor, screen
+
+    checks = doctor()
+    print(screen(checks))
+    return 1 if any(check.ok is False for check in checks) else 0
+
+
+def _target(args) -> int:
+    from eyas.target import load_target
+
+    print(load_target(_config(args).target))
+    return 0
+
+
+def _extract(args) -> int:
+    from eyas.extract import extract
+    from eyas.prompts import load_prompts
+    from eyas.serve import need_server
+    from eyas.target import load_target
+
+    config = _config(args)
+    summary = extract(config, need_server(config), load_target(config.target), load_prompts(config.prompt_path))
+    print(summary)
+    return 1 if summary.failed else 0
+
+
+def _verify(args) -> int:
+    from eyas.prompts import load_prompts
+    from eyas.store import Store
+    from eyas.target import load_target
+    from eyas.verify import mend, verify
+
+    config = _config(args)
+    store = Store.open(config.store_dir)
+    report = verify(store, load_prompts(config.prompt_path), load_target(config.target).tokenizer())
+    print(report)
+    if args.mend and report.damaged:
+        mend(store, report)
+        print(f"{len(report.damaged)} samples are marked; python -m eyas extract makes just these again")
+    return 0 if report.ok else 1
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m eyas", description="EAGLE-3 drafters from the hidden states that a real SGLang server computes")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -99,6 +142,10 @@ def build_parser() -> argparse.ArgumentParser:
     profile = _with_profile(commands.add_parser("profile", help="print every setting of a profile, with its meaning"))
     profile.add_argument("--explain", action="store_true", help="the same; named in error messages")
     profile.set_defaults(run=_profile)
+
+    commands.add_parser("doctor", help="is everything here, do the plugins apply, and what to type where not").set_defaults(run=_doctor)
+
+    _with_profile(commands.add_parser("target", help="the target's facts; makes the embedded one when it is not there")).set_defaults(run=_target)
 
     server = commands.add_parser("server", help="start, wait for, inspect or stop the run's SGLang server")
     server.add_argument("action", choices=("up", "wait", "status", "down"))
@@ -113,6 +160,12 @@ def build_parser() -> argparse.ArgumentParser:
     show.set_defaults(run=_prompts_show)
     generate = _with_profile(prompts.add_parser("generate", help="have the run's server write the target's own responses; goes on where it was"))
     generate.set_defaults(run=_prompts_generate)
+
+    _with_profile(commands.add_parser("extract", help="hidden states of the profile's samples into its store; goes on where it was")).set_defaults(run=_extract)
+
+    verify = _with_profile(commands.add_parser("verify", help="read a store back: complete, whole, the prompt set's"))
+    verify.add_argument("--mend", action="store_true", help="mark damaged samples, so that extract makes them again")
+    verify.set_defaults(run=_verify)
 
     report = _with_profile(commands.add_parser("report", help="run the notebooks and write their pages and the index"))
     report.add_argument("--from", dest="start", default="01", metavar="NN", help="first notebook to run, e.g. 04; pages of the ones before it stay")
