@@ -135,6 +135,17 @@ def _verify(args) -> int:
     return 0 if report.ok else 1
 
 
+def _train(args) -> int:
+    from eyas.store import Store
+    from eyas.target import load_target
+    from eyas.train import summary, train
+
+    config = _config(args)
+    train(config, Store.open(config.store_dir), load_target(config.target))
+    print(summary(config))
+    return 0
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m eyas", description="EAGLE-3 drafters from the hidden states that a real SGLang server computes")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -166,6 +177,8 @@ def build_parser() -> argparse.ArgumentParser:
     verify = _with_profile(commands.add_parser("verify", help="read a store back: complete, whole, the prompt set's"))
     verify.add_argument("--mend", action="store_true", help="mark damaged samples, so that extract makes them again")
     verify.set_defaults(run=_verify)
+
+    _with_profile(commands.add_parser("train", help="train the run's drafter from its store; goes on where it was")).set_defaults(run=_train)
 
     report = _with_profile(commands.add_parser("report", help="run the notebooks and write their pages and the index"))
     report.add_argument("--from", dest="start", default="01", metavar="NN", help="first notebook to run, e.g. 04; pages of the ones before it stay")

@@ -212,6 +212,34 @@ class Drafter(nn.Module):
         return self.lm_head(self.norm(out))
 
 
+def initial_drafter(config: DrafterConfig, vocab: DraftVocab, target: Target, seed: int) -> Drafter:
+    """A drafter to start training from, in float32: the target's last block, final norm and head where the shapes agree.
+
+    The hidden half of q, k and v starts as the last block's (it reads hidden states already), the embedding half at zero; fc passes the
+    last boundary through; the head is the target's rows of the draft vocabulary. What the target has no such weight for (an MoE's MLP,
+    another attention) stays random, by `seed`.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        drafter = Drafter(config, vocab)
+    h, block, head = config.hidden_size, target.last_block(), target.head()
+    layer = drafter.layers[0]
+    with torch.no_grad():
+        drafter.embed_tokens.weight.copy_(target.embedding())
+        drafter.norm.weight.copy_(head.norm_weight)
+        drafter.lm_head.weight.copy_(head.lm_head[vocab.ids])
+        drafter.fc.weight.zero_()
+        drafter.fc.weight[:, -h:].fill_diagonal_(1.0)
+        for name, parameter in layer.named_parameters():
+            source = block.get("input_layernorm.weight" if name == "hidden_norm.weight" else name)
+            if name.startswith(("self_attn.q", "self_attn.k", "self_attn.v")) and source is not None and 2 * source.shape[1] == parameter.shape[1]:
+                parameter[:, :h] = 0.0
+                parameter[:, h:] = source
+            elif source is not None and source.shape == parameter.shape and name != "input_layernorm.weight":
+                parameter.copy_(source)
+    return drafter
+
+
 def save_drafter(drafter: Drafter, folder: Path, record: dict) -> Path:
     """Write the drafter as one file, whole or absent: the trained weights, the ids of its vocabulary, its shape and `record` (what it was made from).
 
