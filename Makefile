@@ -32,16 +32,20 @@ lab: .venv/.ready
 doctor: .venv/.ready
 	.venv/bin/python -m eyas doctor
 
+OR_SAY = || { echo "eyas: the packages could not be installed, see above; expected a package index that can be reached and 8 GB free; next: the same make again, it goes on" >&2; exit 2; }
+
 # The stamp comes last: a .venv without it was interrupted, and the same command completes it. `pip -qq` says only what failed.
 # --no-deps: the lock is complete, and SGLang's own dependencies would bring its GPU kernels (requirements/gpu.txt).
+# A package that pip was killed in looks installed to it, though files are missing; INSTALLER, which pip writes at the end, tells.
 .venv/.ready: requirements/cpu.txt pyproject.toml $(wildcard patches/*/pyproject.toml)
 	@test -n "$(PYTHON)" || { echo "eyas: no Python 3.11 as python3.11 or python3; expected one; next: install it (Debian: apt-get install python3.11-venv)," \
 		"use conda (environment.yml), or make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@rm -f $@
 	@.venv/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	@echo "installing the locked packages into .venv (some minutes the first time) ..."
-	@.venv/bin/python -m pip install -qq --no-deps -r requirements/cpu.txt
-	@.venv/bin/python -m pip install -qq --no-deps --no-build-isolation -e . -e patches/capture -e patches/cpu
+	@for d in .venv/lib/python3.11/site-packages/*.dist-info; do test -s "$$d/INSTALLER" || rm -rf "$$d"; done
+	@.venv/bin/python -m pip install -qq --no-deps -r requirements/cpu.txt $(OR_SAY)
+	@.venv/bin/python -m pip install -qq --no-deps --no-build-isolation -e . -e patches/capture -e patches/cpu $(OR_SAY)
 	@touch $@
 
 clean:

@@ -39,10 +39,10 @@ class Check:
 
 def doctor() -> list[Check]:
     """Every check, in the order of the screen."""
-    gpu = _installed("sglang-kernel") is not None  # SGLang in full, as requirements/gpu.txt installs it
+    gpu = lock_path().name == "gpu.txt"
     return [
         check_python(sys.version_info[:3]),
-        check_packages(ROOT / "requirements" / ("gpu.txt" if gpu else "cpu.txt")),
+        check_packages(lock_path()),
         Check("SGLang", _installed("sglang") is not None, f"{_installed('sglang')}, {'in full, with GPU kernels' if gpu else 'without GPU kernels: device cpu'}"
               if _installed("sglang") else "not installed", "rm -f .venv/.ready && make doctor"),
         *check_plugins(needed=("eyas_capture",) if gpu else tuple(PLUGINS)),
@@ -64,6 +64,11 @@ def screen(checks: list[Check]) -> str:
     if not wrong:
         return "\n".join([*lines, "Everything that is needed is here; next: make demo"])
     return "\n".join([*lines, "What to do:", *(f"  {c.name}: {c.command}" for c in wrong)])
+
+
+def lock_path() -> Path:
+    """The list that this environment follows: gpu.txt where SGLang's GPU kernels are installed."""
+    return ROOT / "requirements" / ("gpu.txt" if _installed("sglang-kernel") else "cpu.txt")
 
 
 def check_python(version: tuple[int, int, int]) -> Check:

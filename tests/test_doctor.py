@@ -1,0 +1,121 @@
+"""The doctor: each thing wrong is noticed and comes with what to type; the plugins are applied for real, once."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eyas import cli, doctor
+from eyas.doctor import Check
+from eyas.files import ROOT
+
+GIB = 2**30
+
+
+def test_all_is_well_here_and_both_plugins_apply(embedded, capsys):
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "WRONG" not in out and len(out.splitlines()) <= 24 and max(map(len, out.splitlines())) <= 150  # one screen
+    for text in ("3 hooks applied", "plain CPU platform", f"{len(doctor.read_lock(doctor.lock_path()))} of ", "SmolLM2-135M-Instruct, converted", "0.5.23"):
+        assert text in out
+
+
+def test_what_is_wrong_is_said_with_the_command_and_exit_code_1(monkeypatch, capsys):
+    found = [Check("Python", True, "3.11.7"), Check("disk", False, "1 KiB free", "set EYAS_DATA"), Check("cores", None, "2")]
+    monkeypatch.setattr(doctor, "doctor", lambda: found)
+    assert cli.main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "  WRONG disk" in out and out.endswith("What to do:\n  disk: set EYAS_DATA\n")
+    monkeypatch.setattr(doctor, "doctor", lambda: found[:1] + found[2:])
+    assert cli.main(["doctor"]) == 0 and "make demo" in capsys.readouterr().out
+
+
+def test_python():
+    assert doctor.check_python((3, 11, 0)).ok
+    for version in ((3, 10, 9), (3, 12, 0), (4, 11, 0)):
+        check = doctor.check_python(version)
+        assert check.ok is False and "PYTHON=" in check.command
+
+
+def test_packages_missing_and_of_another_version(tmp_path, monkeypatch):
+    lock = tmp_path / "cpu.txt"
+    lock.write_text("# comment\nGood_One==1.0\n\nabsent==2.0  # why\nother.one==3.0\n")
+    assert doctor.read_lock(lock) == {"good-one": "1.0", "absent": "2.0", "other-one": "3.0"}
+    monkeypatch.setattr(doctor, "_installed", {"good-one": "1.0", "other-one": "3.1"}.get)
+    check = doctor.check_packages(lock)
+    assert check.ok is False
+    assert check.detail == "1 of 3 as in requirements/cpu.txt; missing: absent; other version: other-one 3.1 (locked: 3.0)"
+    assert check.command.endswith("pip install --no-deps -r requirements/cpu.txt")
+    monkeypatch.setattr(doctor, "_installed", {"good-one": "1.0", "absent": "2.0", "other-one": "3.0"}.get)
+    assert doctor.check_packages(lock).ok
+
+
+@pytest.fixture
+def entry_points(monkeypatch):
+    """Only a plugin of this name is found, and it is asked by its name alone."""
+
+    class Point:
+        name = "eyas_capture"
+
+    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: [Point] if group == "sglang.srt.plugins" else [])
+
+
+def plugin(folder: Path, monkeypatch, body: str) -> None:
+    (folder / "eyas_capture.py").write_text(body)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def test_plugins_that_fail_hang_or_are_absent(tmp_path, monkeypatch, entry_points):
+    plugin(tmp_path, monkeypatch, "def check():\n    print('noise of an import')\n    return {'version': '9', 'ok': False, 'detail': 'not applied: run_batch'}\n")
+    capture, cpu = doctor.check_plugins(("eyas_capture", "eyas_cpu"))
+    assert capture.ok is False and capture.detail == "9: not applied: run_batch" and "patches/README.md" in capture.command
+    assert cpu.ok is False and "no entry point" in cpu.detail and cpu.command.endswith("-e patches/cpu")
+
+    plugin(tmp_path, monkeypatch, "raise ImportError('no SGLang here')\n")
+    capture, cpu = doctor.check_plugins(("eyas_capture",))
+    assert capture.ok is False and "ended with 1: ImportError: no SGLang here" in capture.detail
+    assert cpu.ok is None  # a GPU box needs none
+
+    plugin(tmp_path, monkeypatch, "import time\ndef check(): time.sleep(60)\n")
+    monkeypatch.setattr(doctor, "PLUGIN_TIMEOUT_S", 1.0)
+    capture, _ = doctor.check_plugins(("eyas_capture",))
+    assert capture.ok is False and "no answer in 1 s" in capture.detail
+
+
+def test_kernelspec(tmp_path, monkeypatch):
+    assert doctor.check_kernelspec().ok
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    check = doctor.check_kernelspec()
+    assert check.ok is False and check.command.endswith("-m ipykernel install --sys-prefix")
+
+
+def test_disk_and_memory(tmp_path):
+    folder = tmp_path / "not" / "made" / "yet"
+    assert doctor.check_disk("data folder", folder, 1, "free some").ok and not folder.exists()
+    check = doctor.check_disk("data folder", folder, 2**60, "free some")
+    assert check.ok is False and check.command == "free some"
+    meminfo = "MemTotal:       16384000 kB\nMemFree:          100000 kB\nMemAvailable:    {} kB\nHugePages_Total:       0\n"
+    assert doctor.check_memory(meminfo.format(8 * 2**20)).ok and doctor.check_memory(meminfo.format(2**20)).ok is False
+
+
+def test_embedded_target_absent_or_altered(embedded, data):
+    check = doctor.check_target()
+    assert check.ok is None and "not converted yet" in check.detail
+    folder = data / "targets" / embedded.name
+    folder.mkdir(parents=True)
+    for path in embedded.folder.iterdir():
+        (folder / path.name).symlink_to(path)
+    assert doctor.check_target().ok is True
+    (folder / "tokenizer.json").unlink()
+    check = doctor.check_target()
+    assert check.ok is False and "tokenizer.json" in check.detail and check.command.endswith("-m eyas target")
+
+
+def test_it_works_without_any_package():
+    """A Python with nothing installed gets the screen, not a traceback."""
+    code = "import sys; sys.path.insert(0, 'lib'); from eyas import cli; raise SystemExit(cli.main(['doctor']))"
+    done = subprocess.run([sys.executable, "-S", "-I", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and not done.stderr
+    for text in ("WRONG packages", "missing: ", "no entry point eyas_capture", "WRONG embedded target", "pip install"):
+        assert text in done.stdout
