@@ -38,6 +38,7 @@ table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabul
 table, th, td { border: 0; }
 th, td { padding: .28rem .7rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
 th { font-weight: 600; } thead th, .head tr:first-child th { border-bottom: 2px solid var(--line); } .number { text-align: right; white-space: nowrap; }
+table.dataframe thead th:not(.number) { text-align: left; }
 figure { margin: 1rem 0; } figure img { max-width: 100%; height: auto; background: #fff; border-radius: 6px; }
 figcaption { color: var(--muted); font-size: .88rem; max-width: 46rem; }
 mark { background: var(--mark); color: inherit; }
