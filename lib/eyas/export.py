@@ -178,13 +178,36 @@ def load_export(folder: Path, target: Target, version: str = ENGINE_VERSION) -> 
     config = _config_of(record, engine_boundaries(eagle.get("eagle_aux_hidden_state_layer_ids"), architecture(target), target.n_blocks, version))
     vocab, order = _vocab_of(weights.pop("d2t"), weights.pop("t2d", None), config)
     weights["lm_head.weight"] = weights["lm_head.weight"][order]
-    weights["embed_tokens.weight"] = target.embedding()
+    weights["embed_tokens.weight"] = target.embedding().float()
     drafter = Drafter(config, vocab)
     for name, tensor in drafter.state_dict().items():
         if weights[name].shape != tensor.shape:
             raise EyasError(f"{name} has the shape {list(weights[name].shape)}", f"{list(tensor.shape)}, from config.json and the boundaries")
     drafter.load_state_dict(weights)
     return drafter
+
+
+def _config_of(record: dict, boundaries: tuple[int, ...]) -> DrafterConfig:
+    """Our description of a drafter from its config.json. EyasError where RoPE is scaled."""
+    rope = record.get("rope_parameters") or {}
+    scaling = record.get("rope_scaling") or rope
+    if scaling.get("rope_type", scaling.get("type", "default")) != "default":
+        raise EyasError(f"a drafter with rope_scaling {scaling}", "plain RoPE")
+    n_heads = record["num_attention_heads"]
+    return DrafterConfig(
+        hidden_size=record["hidden_size"],
+        target_hidden_size=record.get("target_hidden_size", record["hidden_size"]),
+        vocab_size=record["vocab_size"],
+        draft_vocab_size=record["draft_vocab_size"],
+        n_heads=n_heads,
+        n_kv_heads=record.get("num_key_value_heads", n_heads),
+        head_dim=record.get("head_dim") or record["hidden_size"] // n_heads,
+        intermediate_size=record["intermediate_size"],
+        rms_norm_eps=record["rms_norm_eps"],
+        rope_theta=float(record.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+        max_position_embeddings=record["max_position_embeddings"],
+        boundaries=boundaries,
+    )
 
 
 def _check_keys(weights: dict[str, torch.Tensor]) -> None:
