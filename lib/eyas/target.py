@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from eyas.errors import EyasError
 from eyas.files import ROOT, data_dir, read_json, sha256_file, sha256_json, write_json
+from eyas.progress import bytes_text
 
 EMBEDDED_COMMAND = "python -m eyas target -p target embedded"
 EMBEDDED_MANIFEST = ROOT / "data_manifests" / "smollm2.json"
@@ -105,10 +106,11 @@ class Target:
         return weights
 
     def __str__(self) -> str:
+        text, on_disk_bytes = _text(self.config), sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
         lines = {
             "target": self.name, "folder": _shown(self.folder), "blocks (N)": self.n_blocks, "hidden size (H)": self.hidden_size,
             "vocabulary (V)": self.vocab_size, "context, tokens": self.context_tok,
-            "weights": f"{sum(path.stat().st_size for path in self.folder.glob('*.safetensors')) / 2**30:.2f} GiB on disk, {_text(self.config).get('dtype', _text(self.config).get('torch_dtype', 'dtype not said'))}",
+            "weights": f"{bytes_text(on_disk_bytes)} on disk, {text.get('dtype') or text.get('torch_dtype') or 'dtype not said'}",
             "fingerprint": self.fingerprint[:16], "config": self.config_hash[:16],
             "default boundaries": ", ".join(map(str, default_boundaries(self.n_blocks))) if self.n_blocks >= 7 else "none: fewer than 7 blocks",
         }
