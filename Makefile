@@ -32,6 +32,11 @@ lab: .venv/.ready
 doctor: .venv/.ready
 	.venv/bin/python -m eyas doctor
 
+# A copied or moved .venv still imports the folder that it was made in; the stamp names it.
+ifneq ($(shell cat .venv/.ready 2>/dev/null),$(CURDIR))
+$(shell rm -f .venv/.ready)
+endif
+
 OR_SAY = || { echo "eyas: the packages could not be installed, see above; expected a package index that can be reached and 8 GB free; next: the same make again, it goes on" >&2; exit 2; }
 
 # The stamp comes last: a .venv without it was interrupted, and the same command completes it. `pip -qq` says only what failed.
@@ -46,7 +51,7 @@ OR_SAY = || { echo "eyas: the packages could not be installed, see above; expect
 	@for d in .venv/lib/python3.11/site-packages/*.dist-info; do test -s "$$d/INSTALLER" || rm -rf "$$d"; done
 	@.venv/bin/python -m pip install -qq --no-deps -r requirements/cpu.txt $(OR_SAY)
 	@.venv/bin/python -m pip install -qq --no-deps --no-build-isolation -e . -e patches/capture -e patches/cpu $(OR_SAY)
-	@touch $@
+	@echo "$(CURDIR)" > $@
 
 clean:
 	rm -rf .venv .pytest_cache lib/*.egg-info patches/*/*.egg-info

@@ -178,6 +178,15 @@ def test_make_sets_up_once_completes_a_half_made_venv_and_follows_the_lock(copy)
     assert code == 0 and called == ["-m pip --version", *INSTALL, "-m eyas report --profile demo"]
 
 
+def test_make_sets_up_a_copied_venv_again(copy, tmp_path_factory):
+    make(copy, "test")
+    moved = tmp_path_factory.mktemp("moved") / "copy"
+    shutil.copytree(copy, moved)
+    code, called, _ = make(moved, "test")
+    assert code == 0 and called == ["-m pip --version", *INSTALL, "-m pytest"]
+    assert make(moved, "test")[1] == make(copy, "test")[1] == ["-m pytest"]
+
+
 def test_make_without_python_3_11_says_so(copy):
     code, called, stderr = make(copy, "demo", version_is_wrong=1)
     assert code != 0 and not called
