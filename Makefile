@@ -1,7 +1,8 @@
 # make demo: from nothing to reports/index.html. Everything runs in .venv, which the first target that needs it makes.
 
 # The first of these that is Python 3.11; name another with `make demo PYTHON=/opt/python3.11/bin/python3`.
-PYTHON = $(shell for p in python3.11 python3; do $$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && echo $$p && break; done)
+IS_3_11 = -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null
+PYTHON = $(shell for p in python3.11 python3; do $$p $(IS_3_11) && echo $$p && break; done)
 P = demo
 
 # Notebooks run on the venv's own kernel, whatever lies in the user's home.
@@ -27,7 +28,7 @@ test: .venv/.ready
 	.venv/bin/python -m pytest
 
 lab: .venv/.ready
-	.venv/bin/python -m jupyterlab notebooks
+	.venv/bin/python -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
 
 doctor: .venv/.ready
 	.venv/bin/python -m eyas doctor
@@ -43,8 +44,8 @@ OR_SAY = || { echo "eyas: the packages could not be installed, see above; expect
 # --no-deps: the lock is complete, and SGLang's own dependencies would bring its GPU kernels (requirements/gpu.txt).
 # A package that pip was killed in looks installed to it, though files are missing; INSTALLER, which pip writes at the end, tells.
 .venv/.ready: requirements/cpu.txt pyproject.toml $(wildcard patches/*/pyproject.toml)
-	@test -n "$(PYTHON)" || { echo "eyas: no Python 3.11 as python3.11 or python3; expected one; next: install it (Debian: apt-get install python3.11-venv)," \
-		"use conda (environment.yml), or make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@$(or $(PYTHON),false) $(IS_3_11) || { echo "eyas: no Python 3.11 as $(or $(PYTHON),python3.11 or python3); expected one; next: install it" \
+		"(Debian: apt-get install python3.11-venv), use conda (environment.yml), or make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@rm -f $@
 	@.venv/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	@echo "installing the locked packages into .venv (some minutes the first time) ..."

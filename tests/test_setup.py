@@ -191,3 +191,5 @@ def test_make_without_python_3_11_says_so(copy):
     code, called, stderr = make(copy, "demo", version_is_wrong=1)
     assert code != 0 and not called
     assert "no Python 3.11" in stderr and "environment.yml" in stderr
+    code, called, stderr = make(copy, "demo", "PYTHON=python3", version_is_wrong=1)  # one that is named is looked at too
+    assert code != 0 and not called and "no Python 3.11 as python3;" in stderr

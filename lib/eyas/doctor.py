@@ -129,7 +129,8 @@ def _plugin_answer(package: str, process: subprocess.Popen) -> Check:
 def check_kernelspec() -> Check:
     """The notebooks' kernel, in this environment and not only somewhere in the user's home."""
     path = Path(sys.prefix) / "share" / "jupyter" / "kernels" / "python3" / "kernel.json"
-    return Check("Jupyter kernel", path.is_file(), "python3" if path.is_file() else "no python3 in this environment", f"{_python()} -m ipykernel install --sys-prefix")
+    return Check("Jupyter kernel", path.is_file(), "python3" if path.is_file() else "no python3 in this environment",
+                 f"{_python()} -m ipykernel install --sys-prefix")
 
 
 def check_disk(name: str, folder: Path, need_bytes: int, command: str) -> Check:

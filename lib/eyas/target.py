@@ -191,7 +191,8 @@ def _convert(source: Path, folder: Path, manifest: dict) -> None:
 
     free, need = shutil.disk_usage(folder.parent).free, 2 * manifest["bytes"]
     if free < need:
-        raise EyasError(f"{free / 2**20:,.0f} MiB free under {_shown(folder.parent)}", f"{need / 2**20:,.0f} MiB for the converted target", "free some, or set EYAS_DATA to another disk")
+        raise EyasError(f"{bytes_text(free)} free under {_shown(folder.parent)}", f"{bytes_text(need)} for the converted target",
+                        "free some, or set EYAS_DATA to another disk")
     for stale in folder.parent.glob(f".{folder.name}.*.tmp"):  # of a conversion that was killed; we hold the lock
         shutil.rmtree(stale)
     print(f"making {folder.name} from {source.name}, once ...", file=sys.stderr, flush=True)
@@ -208,16 +209,17 @@ def _convert(source: Path, folder: Path, manifest: dict) -> None:
         # transformers 5.19 doesn't read: without this, spaces before a digit become other tokens than the model was trained on.
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
         tokenizer.save_pretrained(temporary)
-        for name in ("config.json", "generation_config.json", "tokenizer_config.json"):  # without what tells of the machine that converted
-            kept = {k: v for k, v in read_json(temporary / name).items() if k not in ("_model_name_or_path", "transformers_version", "is_local", "local_files_only")}
-            write_json(temporary / name, kept)
+        of_the_conversion = ("_model_name_or_path", "transformers_version", "is_local", "local_files_only")  # and not of the model
+        for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+            write_json(temporary / name, {k: v for k, v in read_json(temporary / name).items() if k not in of_the_conversion})
         for path in temporary.iterdir():
             path.chmod(0o644)
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
         temporary.chmod(0o755)
         if name := _differs(temporary, manifest):
-            raise EyasError(f"the converted {name} differs from the recorded one", f"the packages of the lock, transformers {manifest['transformers']} among them", "python -m eyas doctor")
+            raise EyasError(f"the converted {name} differs from the recorded one",
+                            f"the packages of the lock, transformers {manifest['transformers']} among them", "python -m eyas doctor")
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(temporary, folder)
@@ -228,9 +230,9 @@ def _convert(source: Path, folder: Path, manifest: dict) -> None:
 def default_boundaries(n_blocks: int) -> tuple[int, int, int]:
     """2, N//2, N-3: what SGLang, vLLM and EAGLE's own code take by default. EyasError below 7 blocks, where two of them fall together."""
     triple = 2, n_blocks // 2, n_blocks - 3
-    if not triple[0] < triple[1] < triple[2]:
+    if n_blocks < 7:
         raise EyasError(f"the target has {n_blocks} blocks: the default boundaries 2, N//2, N-3 would be {', '.join(map(str, triple))}",
-                        "7 or more blocks, or boundaries of your own", f"-p boundaries '{sorted({0, n_blocks // 2, n_blocks})}'")
+                        "7 or more blocks, or boundaries of your own", _with_boundaries(n_blocks))
     return triple
 
 
@@ -238,7 +240,14 @@ def check_boundaries(boundaries, n_blocks: int) -> None:
     """EyasError when one of them is outside 0..N."""
     outside = [b for b in boundaries if not 0 <= b <= n_blocks]
     if outside:
-        raise EyasError(f"boundaries {outside} are outside this target", f"ids from 0 to {n_blocks} (0: the embedding, {n_blocks}: what leaves the last block)", f"-p boundaries '[2,{n_blocks // 2},{n_blocks - 3}]'")
+        raise EyasError(f"boundaries {outside} are outside this target", f"ids from 0 to {n_blocks} (0: the embedding, {n_blocks}: what leaves the last block)",
+                        _with_boundaries(n_blocks))
+
+
+def _with_boundaries(n_blocks: int) -> str:
+    """What to type for boundaries that this many blocks have."""
+    fit = default_boundaries(n_blocks) if n_blocks >= 7 else sorted({0, n_blocks // 2, n_blocks - 1})
+    return f"the same command with -p boundaries '{list(fit)}'"
 
 
 def _text(config: dict) -> dict:
