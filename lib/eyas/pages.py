@@ -219,10 +219,12 @@ def _facts(run: dict, headline: dict) -> str:
     if headline:
         again = headline["bfloat16"]
         text = (f"{headline['repeated_bigrams']:.1%} of the decoded bigrams repeat an earlier one (a looping text is easy to draft); {headline['outside_vocab']:.1%} of "
-                f"the tokens are outside the draft vocabulary; in bfloat16 {again['differing']} of {again['prompts']} outputs differ from greedy, {again['ties']} of them at a tie")
+                f"the tokens are outside the draft vocabulary; in bfloat16 {again['differing']} of {again['prompts']} outputs differ from greedy"
+                + (f", {again['ties']} of them at a tie" if again["differing"] else ""))
     target = f"{headline['target']}, drafter fed from boundaries {', '.join(map(str, headline['boundaries']))}" if headline else run["settings"]["target"]
     facts = [("Target", target), ("Data", headline.get("data")), ("Text", text),
-             ("Duration", duration_text(run["duration_s"]) if run.get("duration_s") is not None else None), ("Git", state),
+             ("Duration", duration_text(run["duration_s"]) + (", without the notebooks of earlier runs" if any(n.get("earlier") for n in run["notebooks"]) else "")),
+             ("Git", state),
              ("Versions", ", ".join(f"{name} {version}" for name, version in run["versions"].items())),
              ("Machine", f"{run['machine']['cores']} cores{', ' + run['machine']['gpu'] if run['machine']['gpu'] else ', no GPU'}")]
     return '<div class="scroll"><table>' + "".join(f"<tr><td>{n}</td><td>{escape(str(v))}</td></tr>" for n, v in facts if v) + "</table></div>"

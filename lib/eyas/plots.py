@@ -44,6 +44,7 @@ def plot_loss(metrics: pd.DataFrame, ax: Axes | None = None) -> Axes:
             else:
                 ax.plot(loss.index, loss, color=colour, marker="o", label=name)
         ax.set(xlabel="optimiser step", ylabel="soft cross-entropy, nats", title="Loss")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.legend()
     return ax
 
@@ -55,11 +56,12 @@ def plot_draft_accuracy(metrics: pd.DataFrame, ax: Axes | None = None) -> Axes:
         for draft_step, colour in zip(sorted(metrics["draft_step"].unique()), COLOURS):
             rows = metrics[metrics["draft_step"] == draft_step].dropna(subset=["accuracy"])
             train, heldout = rows[rows["split"] == "train"], rows[rows["split"] == "heldout"]
-            ax.plot(train["step"], _smooth(train["accuracy"]), color=colour, label=f"draft step {draft_step + 1}, training")
-            ax.plot(heldout["step"], heldout["accuracy"], color=colour, marker="o", linestyle="--", label=f"draft step {draft_step + 1}, held out")
+            ax.plot(train["step"], _smooth(train["accuracy"]), color=colour, label=f"step {draft_step + 1}, training")
+            ax.plot(heldout["step"], heldout["accuracy"], color=colour, marker="o", linestyle="--", label=f"step {draft_step + 1}, held out")
         ax.set(xlabel="optimiser step", ylabel="accuracy", title="Accuracy per draft step", ylim=(0, None))
-        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        ax.legend(ncols=2)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.yaxis.set_major_formatter(PercentFormatter(1))
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))  # beside the curves, which fill the axes
     return ax
 
 
@@ -72,10 +74,11 @@ def plot_acceptance_by_position(by_position: list[dict], ax: Axes | None = None)
             rows = [(p["position"], p[name]) for p in by_position if p[name]["value"] is not None]
             x, values = np.array([position + shift for position, _ in rows]), np.array([interval["value"] for _, interval in rows])
             ax.errorbar(x, values, yerr=_error(values, [interval for _, interval in rows]), color=colour, marker=marker, markersize=8, capsize=5, label=label)
-        ax.set(xlabel="position of the draft", ylabel="accepted", title="Acceptance by position", ylim=(0, 1))
+        highest = max([p["conditional"]["high"] or p["conditional"]["value"] or 0 for p in by_position], default=1)
+        ax.set(xlabel="position of the draft", ylabel="accepted", title="Acceptance by position", ylim=(0, min(1, 1.35 * highest) or 1))
         ax.set_xlim(0.6, max([p["position"] for p in by_position], default=1) + 0.4)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        ax.yaxis.set_major_formatter(PercentFormatter(1))
         ax.legend()
     return ax
 
