@@ -11,7 +11,7 @@ from tiny import make_tiny_target
 
 from eyas import decode
 from eyas.config import Config
-from eyas.decode import TargetStream, Trace, bf16_steps, greedy_decode, repeated_bigrams, response_start, speculative_decode
+from eyas.decode import TargetStream, Trace, bf16_steps, greedy_decode, response_start, speculative_decode
 from eyas.drafter import DraftCache, Drafter, DrafterConfig
 from eyas.errors import EyasError
 from eyas.intervals import ratio_interval
@@ -159,10 +159,6 @@ def test_counts_of_a_hand_made_trace(drafter):
     # bigrams: oi io oi io oi ii -> 3 of 6 came before; the first token (from the prefill) can't be drafted and is not counted as outside
     assert (row["bigrams"], row["repeated_bigrams"], row["draftable_tok"], row["outside_vocab_tok"]) == (6, 3, 6, 2)
     assert row["identical"] and (row["greedy_s"], row["speculative_s"]) == (3.0, 2.0)
-
-
-def test_repeated_bigrams():
-    assert [repeated_bigrams(t) for t in ([], [5], [5, 6], [5, 5, 5, 5], [1, 2, 1, 2, 1])] == [0, 0, 0, 2, 2]
 
 
 def test_bf16_steps_are_neighbouring_bfloat16_numbers():

@@ -146,6 +146,43 @@ def _train(args) -> int:
     return 0
 
 
+def _walk(args) -> int:
+    from eyas.drafter import load_drafter
+    from eyas.store import Store
+    from eyas.target import load_target
+    from eyas.walk import run_walk, summary
+
+    config = _config(args)
+    store = Store.open(config.store_dir)
+    print(summary(run_walk(config, load_drafter(config.drafter_dir, load_target(config.target)), store)))
+    return 0
+
+
+def _decode(args) -> int:
+    from eyas.decode import heldout_samples, measure
+    from eyas.drafter import load_drafter
+    from eyas.prompts import load_prompts
+    from eyas.target import load_target
+
+    config = _config(args)
+    target = load_target(config.target)
+    drafter = load_drafter(config.drafter_dir, target)
+    print(measure(config, target, drafter, heldout_samples(config, target, load_prompts(config.answered_path))))
+    return 0
+
+
+def _export(args) -> int:
+    from eyas.drafter import load_drafter
+    from eyas.export import ENGINE_VERSION, export_sglang
+    from eyas.target import load_target
+
+    config = _config(args)
+    target = load_target(config.target)
+    folder = export_sglang(load_drafter(config.drafter_dir, target), target, config.export_dir)
+    print(f"for SGLang {ENGINE_VERSION}: --speculative-algorithm EAGLE3 --speculative-draft-model-path {folder}")
+    return 0
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m eyas", description="EAGLE-3 drafters from the hidden states that a real SGLang server computes")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -179,6 +216,10 @@ def build_parser() -> argparse.ArgumentParser:
     verify.set_defaults(run=_verify)
 
     _with_profile(commands.add_parser("train", help="train the run's drafter from its store; goes on where it was")).set_defaults(run=_train)
+
+    _with_profile(commands.add_parser("walk", help="estimate the drafter's acceptance from the stored held-out states")).set_defaults(run=_walk)
+    _with_profile(commands.add_parser("decode", help="real speculative decoding of held-out prompts: acceptance, speed, same output")).set_defaults(run=_decode)
+    _with_profile(commands.add_parser("export", help="write the run's drafter in the layout that SGLang serves")).set_defaults(run=_export)
 
     report = _with_profile(commands.add_parser("report", help="run the notebooks and write their pages and the index"))
     report.add_argument("--from", dest="start", default="01", metavar="NN", help="first notebook to run, e.g. 04; pages of the ones before it stay")

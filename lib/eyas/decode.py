@@ -30,8 +30,9 @@ from eyas.config import Config
 from eyas.drafter import DraftCache, Drafter
 from eyas.errors import EyasError
 from eyas.files import write_atomic, write_json
-from eyas.intervals import ratio_interval
+from eyas.intervals import interval_text, ratio_interval
 from eyas.progress import Progress
+from eyas.prompts import PromptSet, Sample, encode, repeated_bigrams
 from eyas.target import Target
 
 
@@ -178,6 +179,12 @@ def response_start(loss_mask: np.ndarray) -> int:
     return int(before[-1]) + 1
 
 
+def heldout_samples(config: Config, target: Target, prompts: PromptSet) -> list[Sample]:
+    """The first `decode_prompts` held-out conversations in the seeded order, encoded: the beginning of what `extract` takes."""
+    tokenizer = target.tokenizer()
+    return [encode(conversation, tokenizer, config.max_length) for conversation in prompts.select("heldout", config.decode_prompts, config.seed)]
+
+
 def load_model(target: Target, dtype: torch.dtype, device: str):
     """The target as a Hugging Face causal LM, ready to decode."""
     from transformers import AutoModelForCausalLM
@@ -197,11 +204,11 @@ class Acceptance:
     def __str__(self) -> str:
         r = self.record
         lines = [
-            f"acceptance length {_text(r['acceptance_length'])} (bonus token included), {_text(r['accepted_per_step'])} accepted drafts a verify step",
-            *(f"  position {p['position']}: accepted {_text(p['unconditional'])} of all, {_text(p['conditional'])} of those reached "
+            f"acceptance length {interval_text(r['acceptance_length'])} (bonus token included), {interval_text(r['accepted_per_step'])} accepted drafts a verify step",
+            *(f"  position {p['position']}: accepted {interval_text(p['unconditional'])} of all, {interval_text(p['conditional'])} of those reached "
               f"({p['accepted']} of {p['reached']} of {p['proposed']})" for p in r["by_position"]),
-            f"speed ratio {_text(r['speed_ratio'])} (plain {r['counts']['greedy_s']:.1f} s, speculative {r['counts']['speculative_s']:.1f} s)",
-            f"repeated bigrams {_text(r['repeated_bigrams'])}, target tokens outside the draft vocabulary {_text(r['outside_vocab'])}",
+            f"speed ratio {interval_text(r['speed_ratio'])} (plain {r['counts']['greedy_s']:.1f} s, speculative {r['counts']['speculative_s']:.1f} s)",
+            f"repeated bigrams {interval_text(r['repeated_bigrams'])}, target tokens outside the draft vocabulary {interval_text(r['outside_vocab'])}",
         ]
         for dtype, check in r["identical_to_greedy"].items():
             lines.append(f"output identical to greedy ({dtype}): {'yes' if not check['differing'] else 'no'} "
@@ -209,22 +216,16 @@ class Acceptance:
         return "\n".join(lines)
 
 
-def _text(interval: dict) -> str:
-    if interval["value"] is None:
-        return "n/a"
-    return f"{interval['value']:.3f}" + ("" if interval["low"] is None else f" [{interval['low']:.3f}, {interval['high']:.3f}]")
-
-
-def measure(config: Config, target: Target, drafter: Drafter, samples: list) -> Acceptance:
+def measure(config: Config, target: Target, drafter: Drafter, samples: list[Sample]) -> Acceptance:
     """Decode each sample's last assistant turn plainly and speculatively, in float32 for the counts and the speed, some again in bfloat16.
 
-    `samples` are encoded conversations (`prompts.Sample`); the prompt of each is what comes before its last assistant turn. Plain and
+    `samples` are encoded conversations; the prompt of each is what comes before its last assistant turn. Plain and
     speculative decoding of a prompt follow each other directly, in alternating order, after one warm-up, so that a busy machine disturbs both.
     Writes acceptance.parquet and, last, acceptance.json into the run's acceptance folder.
     EyasError: no samples; a prompt that does not fit into the context together with its response.
     """
     if not samples:
-        raise EyasError("no held-out prompts to decode", "at least one conversation of the held-out topics", "python -m eyas prompts")
+        raise EyasError("no held-out prompts to decode", "at least one conversation of the held-out topics", "python -m eyas prompts show")
     prompts = [sample.input_ids[: response_start(sample.loss_mask)].tolist() for sample in samples]
     for sample, prompt in zip(samples, prompts):
         room = target.context_tok - config.decode_new_tok - config.draft_length
@@ -264,14 +265,15 @@ def _decode_all(config: Config, target: Target, drafter: Drafter, prompts: list[
     return pairs
 
 
-def _count(config: Config, drafter: Drafter, sample, prompt: list[int], plain: Trace, speculative: Trace) -> dict:
+def _count(config: Config, drafter: Drafter, sample: Sample, prompt: list[int], plain: Trace, speculative: Trace) -> dict:
     """The counts of one prompt; positions count from 1."""
     drafted, accepted = np.array(speculative.drafted, dtype=np.int64), np.array(speculative.accepted, dtype=np.int64)  # [verify steps]
     after_first = torch.tensor(speculative.tokens[1:], dtype=torch.int64)  # the first token comes from the prefill and is never drafted
+    repeated, bigrams = repeated_bigrams(speculative.tokens)  # a looping text is easy to draft, so this stands beside every acceptance
     row = {
         "id": sample.id, "category": sample.category, "prompt_tok": len(prompt), "tok": len(speculative.tokens),
         "verify_steps": len(drafted), "drafted": int(drafted.sum()), "accepted": int(accepted.sum()),
-        "bigrams": max(len(speculative.tokens) - 1, 0), "repeated_bigrams": repeated_bigrams(speculative.tokens),
+        "bigrams": bigrams, "repeated_bigrams": repeated,
         "draftable_tok": len(after_first), "outside_vocab_tok": int((drafter.vocab.to_draft(after_first) < 0).sum()),
         "greedy_s": plain.seconds, "speculative_s": speculative.seconds, "identical": plain.tokens == speculative.tokens,
     }  # fmt: skip
@@ -301,19 +303,13 @@ def position_ratios(table: pd.DataFrame, config: Config) -> list[dict]:
     ]
 
 
-def repeated_bigrams(tokens: list[int]) -> int:
-    """How many of the len - 1 bigrams of a text have come before in it: a looping text is easy to draft, so this stands beside every acceptance."""
-    pairs = list(zip(tokens, tokens[1:]))
-    return len(pairs) - len(set(pairs))
-
-
 def bf16_steps(top: float, second: float) -> float:
     """The distance of two logits in steps of bfloat16 (8 significant bits) at the larger one's magnitude."""
     largest = max(abs(top), abs(second))
     return 0.0 if largest == 0 else (top - second) / 2.0 ** (math.floor(math.log2(largest)) - 7)
 
 
-def _compare(samples: list, pairs: list[tuple[Trace, Trace]]) -> dict:
+def _compare(samples: list[Sample], pairs: list[tuple[Trace, Trace]]) -> dict:
     """Where speculative and plain output part, and whether that was a tie.
 
     Rounding moves each logit by up to half a bfloat16 step, so it can turn a pair around that is at most one step apart; a first difference

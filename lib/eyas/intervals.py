@@ -23,11 +23,6 @@ class Interval:
     def as_dict(self) -> dict:
         return {"value": self.value, "low": self.low, "high": self.high, "level": LEVEL}
 
-    def __str__(self) -> str:
-        if self.value is None:
-            return "n/a"
-        return f"{self.value:.3f}" + ("" if self.low is None else f" [{self.low:.3f}, {self.high:.3f}]")
-
 
 def ratio_interval(numerator, denominator, seed: int) -> Interval:
     """Ratio of sums with its interval. Both arguments hold one number a prompt; with fewer than two prompts there is no interval.
@@ -46,3 +41,10 @@ def ratio_interval(numerator, denominator, seed: int) -> Interval:
     ratios = tops[bottoms > 0] / bottoms[bottoms > 0]
     low, high = np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(value, float(low), float(high))
+
+
+def interval_text(record: dict) -> str:
+    """`Interval.as_dict` as 1.724 [1.601, 1.853]."""
+    if record["value"] is None:
+        return "n/a"
+    return f"{record['value']:.3f}" + ("" if record["low"] is None else f" [{record['low']:.3f}, {record['high']:.3f}]")

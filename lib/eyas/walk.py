@@ -24,7 +24,7 @@ from eyas.decode import position_counts, position_ratios, response_start
 from eyas.drafter import Drafter
 from eyas.errors import EyasError
 from eyas.files import write_json
-from eyas.intervals import ratio_interval
+from eyas.intervals import interval_text, ratio_interval
 
 
 def walk(drafter: Drafter, store, ids: list[str], draft_length: int) -> pd.DataFrame:
@@ -127,3 +127,10 @@ def run_walk(config: Config, drafter: Drafter, store) -> dict:
     }  # fmt: skip
     write_json(config.acceptance_dir / "walk.json", record)
     return record
+
+
+def summary(record: dict) -> str:
+    """walk.json in two lines."""
+    return (f"acceptance length {interval_text(record['acceptance_length'])} (bonus token included) over {record['counts']['samples']} held-out samples, "
+            f"{record['counts']['verify_steps']} steps; outside the draft vocabulary {interval_text(record['outside_vocab'])}\n"
+            f"mean over all slots, which overstates: {interval_text(record['all_slots_acceptance_length'])}")
