@@ -90,8 +90,8 @@ def extract(config: Config, server: Server, target: Target, prompts: PromptSet) 
     status = server.status()
     tokenizer = target.tokenizer()
     check_for_capture(status, (*config.boundaries, target.n_blocks), target)
-    if config.max_length > status["context_tok"]:
-        raise EyasError(f"max_length = {config.max_length}, but the server's context is {status['context_tok']}", "at most that", "-p max_length N, or a server with a longer context_tok")
+    if config.max_length > (status["context_tok"] or target.context_tok):
+        raise EyasError(f"max_length = {config.max_length}, but the server's context is {status['context_tok'] or target.context_tok}", "at most that", "-p max_length N, or a server with a longer context_tok")
     conversations = chosen(config, prompts)
     if not conversations:
         raise EyasError(f"no conversation of {prompts.path.name} is asked for", "train_samples or heldout_samples to find some", "python -m eyas prompts show")

@@ -24,6 +24,7 @@ from eyas.files import data_dir, read_json, write_json
 from eyas.target import Target, check_boundaries, load_target
 
 LOG_TAIL_LINES = 15
+CONTEXT_MARGIN_TOK = 8  # SGLang keeps a few positions for output; a prompt as long as the context is to be captured too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Server:
             "sglang": info.get("version"),
             "device": info.get("device"),
             "dtype": info.get("dtype"),
-            "context_tok": info.get("context_length"),
+            "context_tok": info["context_length"] - CONTEXT_MARGIN_TOK if info.get("context_length") else None,
             "max_total_tok": info.get("max_total_num_tokens"),
             "radix_cache": not info.get("disable_radix_cache", False),
             "chunked_prefill": (info.get("chunked_prefill_size") or -1) > 0,
@@ -124,7 +125,7 @@ def server_command(config: Config, target: Target, boundaries: tuple[int, ...], 
         "--device": config.device,
         "--dtype": config.dtype,
         "--tp-size": config.tensor_parallel,
-        "--context-length": config.context_tok,
+        "--context-length": config.context_tok + CONTEXT_MARGIN_TOK,
         "--max-total-tokens": config.max_total_tok,
         "--max-prefill-tokens": config.max_total_tok,
         "--chunked-prefill-size": -1,  # a sample's rows come in one piece
@@ -137,6 +138,7 @@ def server_command(config: Config, target: Target, boundaries: tuple[int, ...], 
         "SGLANG_PLUGINS": "eyas_capture",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the margin
     }
     if config.device == "cpu":
         flags |= {

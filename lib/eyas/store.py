@@ -105,7 +105,7 @@ class Store:
         return {
             "input_ids": shard.get_slice("input_ids")[span],  # [T]
             "loss_mask": shard.get_slice("loss_mask")[span].bool(),  # [T]
-            "states": {b: shard.get_slice(f"boundary_{b}")[span] for b in (boundaries or self.boundaries)},  # [T, H] each
+            "states": {b: shard.get_slice(f"boundary_{b}")[span] for b in (self.boundaries if boundaries is None else boundaries)},  # [T, H] each
         }
 
     def head(self) -> Head:
@@ -166,9 +166,9 @@ class StoreWriter:
     def fail(self, id: str, split: str, category: str, reason: str) -> None:
         self._index[id] = _index_row(id=id, split=split, category=category, state="failed", reason=reason)
 
-    def mark_damaged(self, ids: list[str], reason: str) -> None:
-        """So that the next extraction makes just these again."""
-        for id in ids:
+    def mark_damaged(self, damaged: dict[str, str]) -> None:
+        """Sample id -> what is wrong with it, so that the next extraction makes just these again."""
+        for id, reason in damaged.items():
             self._index[id] |= {"state": "failed", "reason": reason}
         self.flush()
 

@@ -14,7 +14,7 @@ from eyas.errors import EyasError
 from eyas.files import read_json
 from eyas.progress import Progress
 from eyas.prompts import PromptSet, encode, template_hash, tokenizer_hash
-from eyas.store import Store, content_hash
+from eyas.store import Store, StoreWriter, content_hash
 
 
 @dataclass
@@ -66,12 +66,8 @@ def _expected(store: Store, prompts: PromptSet | None, tokenizer, report: Verify
         ("chat template", manifest["template_hash"], template_hash(tokenizer)),
     ):
         report.checks.append((name, was == now, "as in the manifest" if was == now else f"the manifest has {was[:12]}, it is {now[:12]} now"))
-    wanted = set(store.index["id"])
-    return {c.id: encode(c, tokenizer, manifest["prompts"]["max_length"]) for c in prompts.conversations if c.id in wanted and _encodes(store, c.id)}
-
-
-def _encodes(store: Store, id: str) -> bool:
-    return store.row(id)["state"] == "extracted"
+    wanted = set(store.samples())
+    return {c.id: encode(c, tokenizer, manifest["prompts"]["max_length"]) for c in prompts.conversations if c.id in wanted}
 
 
 def _read_samples(store: Store, done: pd.DataFrame, expected: dict, report: VerifyReport) -> None:
@@ -136,12 +132,9 @@ def _check_counts(store: Store, done: pd.DataFrame, failed: int, report: VerifyR
 
 def mend(store: Store, report: VerifyReport) -> None:
     """Mark the damaged samples as failed, so that the next `extract` makes just these again."""
-    from eyas.store import StoreWriter
-
     writer = StoreWriter(store.folder, {k: v for k, v in store.manifest.items() if k != "format"}, store.head(), shard_bytes=1)
     try:
-        for id, what in report.damaged.items():
-            writer.mark_damaged([id], what)
+        writer.mark_damaged(report.damaged)
     finally:
         writer.release()
 

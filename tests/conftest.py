@@ -1,0 +1,55 @@
+"""Shared by all tests: one real server for the whole session, one data folder that is thrown away."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def embedded():
+    """The embedded target, converted once into the ordinary data folder and kept there."""
+    from eyas.target import load_target
+
+    return load_target("embedded")
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """A data folder of the test's own."""
+    monkeypatch.setenv("EYAS_DATA", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
+@pytest.fixture(scope="session")
+def server_data(embedded, tmp_path_factory):
+    """The data folder of the session's server; EYAS_DATA points at it while a test uses it."""
+    return tmp_path_factory.mktemp("server") / "data"
+
+
+@pytest.fixture(scope="session")
+def _server(embedded, server_data):
+    from eyas.config import Config
+    from eyas.serve import server_up
+
+    before = os.environ.get("EYAS_DATA")
+    os.environ["EYAS_DATA"] = str(server_data)
+    config = Config.create(run_name="session", target=str(embedded.folder), context_tok=2048, max_total_tok=32768)
+    server = server_up(config, tied=True)
+    if before is None:
+        del os.environ["EYAS_DATA"]
+    else:
+        os.environ["EYAS_DATA"] = before
+    yield config, server
+    server.down()
+
+
+@pytest.fixture
+def server(_server, server_data, monkeypatch):
+    """(config, server): SmolLM2 in bf16 on the CPU platform, capturing boundaries 2, 15, 27 and 30. Started once."""
+    monkeypatch.setenv("EYAS_DATA", str(server_data))
+    return _server
