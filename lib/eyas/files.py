@@ -21,6 +21,7 @@ def write_atomic(path: Path, write: Callable[[Path], Any]) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    os.fchmod(handle, 0o644)  # mkstemp's files are for their owner alone, reports are for everybody
     os.close(handle)
     temporary = Path(name)
     try:
