@@ -40,7 +40,7 @@ def test_extend_with_a_cache_equals_training_at_the_same_slots():
     """What serving computes, slot by slot with keys and values kept and rolled back, is what training unrolls."""
     drafter, n_steps = make_drafter(), 4
     sample = make_sample([0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 1, 0])
-    batch = pack({"other": make_sample([0, 1, 1, 1, 0], seed=1), "this": sample}, BOUNDARIES, drafter.vocab, n_steps)
+    batch = pack({"other": make_sample([0, 1, 1, 1, 0], seed=1), "this": sample}, BOUNDARIES, drafter.vocab, n_steps, torch.float64)
     start = batch.spans[1][0]
     trained = [
         {int(slot) - start: out for slot, out in zip(batch.active[batch.run > s], outs) if slot >= start} for s, outs in enumerate(unroll(drafter, batch, n_steps))

@@ -61,8 +61,8 @@ class Batch:
     labels: torch.Tensor  # int64 [A], draft id of token j+2; -1: outside the draft vocabulary, or no such token
 
 
-def pack(samples: dict[str, dict], boundaries: tuple[int, ...], vocab: DraftVocab, n_steps: int) -> Batch:
-    """Samples as `Store.read` gives them (the last boundary is N), by id, to one batch. Slots behind the last active one are left out."""
+def pack(samples: dict[str, dict], boundaries: tuple[int, ...], vocab: DraftVocab, n_steps: int, dtype: torch.dtype) -> Batch:
+    """Samples as `Store.read` gives them (the last boundary is N), by id, to one batch with states in `dtype`. Slots behind the last active one are left out."""
     spans, parts, start = [], [], 0
     for sample in samples.values():
         ids, mask = sample["input_ids"], sample["loss_mask"]
@@ -72,7 +72,7 @@ def pack(samples: dict[str, dict], boundaries: tuple[int, ...], vocab: DraftVoca
         at = torch.searchsorted(ends, active + 1)
         run = torch.cat([ends, torch.tensor([len(mask)])])[at] - (active + 1)
         following = torch.cat([vocab.to_draft(ids[2:]), torch.tensor([-1])])  # [T-1], draft id of token j+2
-        states = torch.cat([sample["states"][b][:n] for b in boundaries], dim=-1)
+        states = torch.cat([sample["states"][b][:n] for b in boundaries], dim=-1).to(dtype)
         parts.append((ids[1 : n + 1], torch.arange(n), states, active + start, run.clamp(max=n_steps), sample["states"][max(sample["states"])][active + 1], following[active]))
         spans.append((start, start + n))
         start += n
@@ -148,7 +148,7 @@ class SoftCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + LOGIT_ROWS)
             logits = x_low[chunk] @ weight_low.T  # [rows, D]
             for at in range(0, len(logits), PIECE_ROWS):
-                piece = slice(start + at, min(start + at + PIECE_ROWS, len(x)))
+                piece = slice(start + at, start + min(at + PIECE_ROWS, len(logits)))
                 z = logits[at : at + PIECE_ROWS].to(wide)
                 log_q, p = z.log_softmax(-1), teacher[rows[piece]].to(wide)
                 losses[piece] = -torch.linalg.vecdot(p, log_q)
@@ -278,7 +278,7 @@ class Training:
     def read(self, ids: list[str]) -> Batch:
         boundaries = (*self.config.boundaries, self.target.n_blocks)
         samples = {id: self.store.read(id, tuple(sorted(set(boundaries)))) for id in ids}
-        return pack(samples, self.config.boundaries, self.drafter.vocab, self.config.draft_steps)
+        return pack(samples, self.config.boundaries, self.drafter.vocab, self.config.draft_steps, self.dtype)
 
     def loss(self, ids: list[str]) -> tuple[Losses, Batch]:
         batch = self.read(ids)
