@@ -72,7 +72,7 @@ class DrafterConfig:
 
 
 class RMSNorm(nn.Module):
-    """As Llama's: computed in float32 (float64 for float64 input), given back in the dtype of the input."""
+    """As Llama's: computed in float32 (float64 for float64 input), given back in the dtype of the input, or of autocast where that is on."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -80,7 +80,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(dtype)
 
 
 class Attention(nn.Module):
@@ -136,9 +137,9 @@ class Layer(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def inputs(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, H] and [n, H] -> [n, 2H], what the projections read."""
-        return torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], dim=-1)
+    def inputs(self, normed_embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Embeddings after `input_layernorm` [n, H] and hidden states [n, H] -> [n, 2H], what the projections read."""
+        return torch.cat([normed_embeds, self.hidden_norm(hidden)], dim=-1)
 
     def finish(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """attended [n, heads, head_dim] and the residual stream [n, H] -> the raw output [n, H]."""
@@ -200,7 +201,7 @@ class Drafter(nn.Module):
         """
         layer, start = self.layers[0], cache.length
         positions = torch.arange(start, start + len(token_ids), device=hidden.device)  # [n]
-        x = layer.inputs(self.embed_tokens(token_ids), hidden)  # [n, 2H]
+        x = layer.inputs(layer.input_layernorm(self.embed_tokens(token_ids)), hidden)  # [n, 2H]
         queries = layer.self_attn.queries(x, positions).transpose(0, 1)  # [heads, n, head_dim]
         keys, values = cache.append(*layer.self_attn.keys_values(x, positions))  # [kv heads, length, head_dim]
         mask = torch.arange(cache.length, device=hidden.device) <= positions[:, None]  # [n, length]

@@ -83,7 +83,7 @@ def pack(samples: dict[str, dict], boundaries: tuple[int, ...], vocab: DraftVoca
 def unroll(drafter: Drafter, batch: Batch, n_steps: int) -> list[torch.Tensor]:
     """The raw outputs [A_s, H] of every step at its active slots (those with run > s, in order)."""
     layer, wide = drafter.layers[0], drafter.fc.weight.dtype
-    embeds = drafter.embed_tokens(batch.tokens)  # [S, H]
+    embeds = layer.input_layernorm(drafter.embed_tokens(batch.tokens))  # [S, H], once for all steps
     hidden = drafter.fuse(batch.states).to(wide)  # [S, H]; the residual stream keeps the precision of the weights
     x = layer.inputs(embeds, hidden)  # [S, 2H]
     keys, values = layer.self_attn.keys_values(x, batch.positions)  # [S, kv heads, head_dim]
