@@ -32,7 +32,7 @@ def _server(args) -> int:
     config = _config(args)
     if args.action == "up":
         server = serve.server_up(config)
-        print(f"up: {server.url} (pid {server.pid}), log {server.log}")
+        print(f"up: {server.url} (pid {server.pid}), log {serve.shown(server.log)}")
         return 0
     if args.action == "down":
         server = serve.find_server(config)

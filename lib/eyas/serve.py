@@ -54,7 +54,7 @@ class Server:
         end = time.monotonic() + timeout_s
         while True:
             if self.pid and self.process() is None:
-                raise EyasError(f"the server died while starting; the end of {_shown(self.log)}:\n{log_tail(self.log)}\n", "", "python -m eyas doctor")
+                raise EyasError(f"the server died while starting; the end of {shown(self.log)}:\n{log_tail(self.log)}\n", "", "python -m eyas doctor")
             try:
                 if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return self
@@ -187,7 +187,7 @@ def server_up(config: Config, tied: bool = False) -> Server:
     try:
         server.wait(config.server_timeout_s)
         if server.status()["capture"] is None:
-            raise EyasError(f"the server came up without the capture plugin; see {_shown(server.log)}", "eyas_capture applied", "python -m eyas doctor")
+            raise EyasError(f"the server came up without the capture plugin; see {shown(server.log)}", "eyas_capture applied", "python -m eyas doctor")
     except BaseException:
         server.down()
         raise
@@ -247,7 +247,7 @@ def log_tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
         return "(no log)"
 
 
-def _shown(path: Path) -> str:
+def shown(path: Path) -> str:
     """A path as a message shows it: relative to the data folder where it can be."""
     try:
         return str(Path("data") / path.relative_to(data_dir()))
