@@ -44,7 +44,7 @@ figcaption { color: var(--muted); font-size: .88rem; max-width: 46rem; }
 mark { background: var(--mark); color: inherit; }
 .error pre { border-left: 4px solid var(--bad); }
 .banner { border: 2px solid var(--bad); background: var(--bad-back); border-radius: 8px; padding: .7rem 1rem; margin: 1rem 0; }
-.banner strong, .failed { color: var(--bad); } .banner p { margin: .3rem 0; }
+.banner .message { display: block; white-space: pre-wrap; max-height: 16rem; overflow: auto; } .banner strong, .failed { color: var(--bad); } .banner p { margin: .3rem 0; }
 .answer { font-size: 1.3rem; font-weight: 600; margin: .8rem 0; } .muted { color: var(--muted); font-size: .88rem; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: .8rem; margin: 1rem 0; }
 .tile { background: var(--soft); border-radius: 8px; padding: .7rem .9rem; } .tile b { display: block; font-size: 1.55rem; line-height: 1.2; }
@@ -142,7 +142,7 @@ def failure_banner(record: dict) -> str:
     if not problem:
         return ""
     where = f" in cell {problem['cell']} of {problem['cells']}: <code>{escape(problem['source'])}</code>" if problem.get("cell") else ""
-    message = f"<p><code>{escape(problem['ename'])}: {escape(problem['evalue'])}</code></p>" if problem["ename"] else ""
+    message = f'<p><code class="message">{escape(problem["ename"])}: {escape(problem["evalue"])}</code></p>' if problem["ename"] else ""
     what_to_do = re.sub("`([^`]+)`", r"<code>\1</code>", escape(problem["what_to_do"]))
     return (f'<div class="banner" role="alert"><p><strong>{escape(record["name"])} failed: {escape(problem["kind"])}</strong>{where}</p>'
             f"{message}<p>What to do: {what_to_do}</p></div>")
