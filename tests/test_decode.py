@@ -222,6 +222,7 @@ def test_measure_writes_counts_that_add_up(data, target, drafter, prompts):
     assert record["accepted_per_step"]["value"] == pytest.approx(counts["accepted"] / counts["verify_steps"])
     assert record["speed_ratio"]["value"] == pytest.approx(counts["greedy_s"] / counts["speculative_s"])
     assert sum(c["verify_steps"] for c in record["by_category"]) == counts["verify_steps"]
+    assert record["speed_ratio_bfloat16"]["value"] > 0
     same, again = record["identical_to_greedy"]["float32"], record["identical_to_greedy"]["bfloat16"]
     assert (same["prompts"], same["differing"]) == (len(prompts), 0)
     assert again["prompts"] == 3 and again["ties"] + again["not_ties"] == again["differing"] == len(again["differences"])
