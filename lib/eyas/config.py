@@ -56,7 +56,7 @@ class Config:
     draft_steps: int = _doc(3, "K, training-time-test steps")
     step_decay: float = _doc(1.0, "weight of step i is step_decay**i; the weights are divided by their sum")
     epochs: float = _doc(3.0, "passes over the training samples")
-    batch_tok: int = _doc(2048, "packed tokens of one optimiser step")
+    batch_tok: int = _doc(1024, "packed tokens of one optimiser step")
     learning_rate: float = _doc(2.0e-3, "peak of the cosine schedule")
     warmup_ratio: float = _doc(0.05, "share of the optimiser steps spent warming up")
     train_dtype: str = _doc("bfloat16", "autocast dtype of training: bfloat16 or float32")

@@ -180,7 +180,7 @@ def _run_section(run: dict) -> str:
     failed = [n for n in run["notebooks"] if n["state"] == "failed"]
     parts += [failure_banner(n) for n in failed]
     if run["state"] in ("interrupted", "died") or (run["state"] == "failed" and not failed):
-        parts.append(f'<div class="banner" role="alert"><p><strong>This run {escape({"failed": "failed", "died": "was killed"}.get(run["state"], run["state"]))}.'
+        parts.append(f'<div class="banner" role="alert"><p><strong>This run { {"failed": "failed", "died": "was killed", "interrupted": "was interrupted"}[run["state"]]}.'
                      f'</strong> {escape(run.get("problem") or "")}</p><p>What to do: run <code>{escape(run["command"])}</code> again; '
                      "finished work is kept.</p></div>")
     if run["state"] == "running":
