@@ -25,7 +25,11 @@ def drafter():
         hidden_size=HIDDEN, target_hidden_size=HIDDEN, vocab_size=VOCAB, draft_vocab_size=30, n_heads=4, n_kv_heads=2, head_dim=4, intermediate_size=24,
         rms_norm_eps=1e-5, rope_theta=1000.0, max_position_embeddings=128, boundaries=BOUNDARIES,
     )
-    return Drafter(config, DraftVocab(torch.arange(5, 35), VOCAB)).eval()
+    made = Drafter(config, DraftVocab(torch.arange(5, 35), VOCAB)).eval()
+    for name, weight in made.named_parameters():
+        if "norm" in name:
+            weight.data.uniform_(0.5, 1.5)  # a norm left at 1 would hide one that is forgotten or doubled
+    return made
 
 
 @torch.no_grad()

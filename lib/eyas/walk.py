@@ -64,7 +64,7 @@ def leading_hits(drafter: Drafter, input_ids: torch.Tensor, states: torch.Tensor
     n = len(ids) - 2  # slot j predicts token j+2
     slots = torch.arange(start - 1, n, device=states.device)  # [R] those that draft
     hidden = drafter.fuse(states[:n])  # [n, H]
-    x = layer.inputs(drafter.embed_tokens(ids[1 : n + 1]), hidden)  # [n, 2H]
+    x = layer.inputs(layer.input_layernorm(drafter.embed_tokens(ids[1 : n + 1])), hidden)  # [n, 2H]
     keys, values = attention.keys_values(x, torch.arange(n, device=x.device))  # [n, kv heads, head_dim]
     unseen = torch.arange(n, device=x.device) > slots[:, None]  # [R, n]
     own_keys, own_values = [], []  # of steps 1 .. s, [R, kv heads, head_dim] each
@@ -72,7 +72,7 @@ def leading_hits(drafter: Drafter, input_ids: torch.Tensor, states: torch.Tensor
     hits, alive = torch.zeros_like(slots), torch.ones_like(slots, dtype=torch.bool)
     for step in range(draft_length):
         if step > 0:
-            x = layer.inputs(drafter.embed_tokens(drafts), out)  # [R, 2H]
+            x = layer.inputs(layer.input_layernorm(drafter.embed_tokens(drafts)), out)  # [R, 2H]
             step_keys, step_values = attention.keys_values(x, slots + step)
             own_keys.append(step_keys)
             own_values.append(step_values)
