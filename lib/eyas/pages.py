@@ -215,14 +215,15 @@ def _tiles(headline: dict) -> str:
 def _facts(run: dict, headline: dict) -> str:
     git = run["git"]
     state = f"{git['commit'][:12]}{', with uncommitted changes' if git['dirty'] else ', clean'}" if git["commit"] else "not a git checkout"
-    text = None
+    text = bfloat16 = None
     if headline:
-        again = headline["bfloat16"]
+        again, ratio = headline["bfloat16"], headline.get("speed_ratio_bfloat16")
         text = (f"{headline['repeated_bigrams']:.1%} of the decoded bigrams repeat an earlier one (a looping text is easy to draft); {headline['outside_vocab']:.1%} of "
-                f"the tokens are outside the draft vocabulary; in bfloat16 {again['differing']} of {again['prompts']} outputs differ from greedy"
-                + (f", {again['ties']} of them at a tie" if again["differing"] else ""))
+                "the tokens are outside the draft vocabulary")
+        bfloat16 = (f"{again['differing']} of {again['prompts']} outputs differ from greedy" + (f", {again['ties']} of them at a tie" if again["differing"] else "")
+                    + (f"; speed ratio {ratio['value']:.2f}{_interval(ratio)}" if ratio and ratio["value"] is not None else ""))
     target = f"{headline['target']}, drafter fed from boundaries {', '.join(map(str, headline['boundaries']))}" if headline else run["settings"]["target"]
-    facts = [("Target", target), ("Data", headline.get("data")), ("Text", text),
+    facts = [("Target", target), ("Data", headline.get("data")), ("Text", text), ("In bfloat16", bfloat16),
              ("Duration", duration_text(run["duration_s"]) + (", without the notebooks of earlier runs" if any(n.get("earlier") for n in run["notebooks"]) else "")),
              ("Git", state),
              ("Versions", ", ".join(f"{name} {version}" for name, version in run["versions"].items())),

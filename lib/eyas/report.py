@@ -170,6 +170,7 @@ def headline(config: Config) -> dict | None:
         "acceptance_length": block(found, "acceptance_length", counts["prompts"]),
         "offline_estimate": block(walked, "acceptance_length", walked["counts"]["samples"]) if walked else None,
         "speed_ratio": block(found, "speed_ratio", counts["prompts"]),
+        "speed_ratio_bfloat16": block(found, "speed_ratio_bfloat16", again["prompts"]),
         "repeated_bigrams": found["repeated_bigrams"]["value"],
         "outside_vocab": found["outside_vocab"]["value"],
         "identical_float32": identical["differing"] == 0,
