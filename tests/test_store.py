@@ -97,12 +97,17 @@ def test_every_altered_byte_is_found_and_just_its_sample_marked(tmp_path):
     (path,) = (store.folder / "shards").iterdir()
     whole = path.read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
-    for position in [*range(header, len(whole), 97), len(whole) - 1]:
+    for position in range(0, header, 11):  # the header: no sample of the shard can be trusted
         altered = bytearray(whole)
-        altered[position] ^= 1
+        altered[position] ^= 4
         path.write_bytes(altered)
-        report = verify(Store.open(store.folder))
-        assert len(report.damaged) == 1, position
+        assert set(verify(Store.open(store.folder)).damaged) == set(ids), position
+    for position in [*range(header, len(whole), 97), len(whole) - 1]:
+        for bit in (1, 128):
+            altered = bytearray(whole)
+            altered[position] ^= bit
+            path.write_bytes(altered)
+            assert len(verify(Store.open(store.folder)).damaged) == 1, position
     path.write_bytes(altered)
     store = Store.open(store.folder)
     report = verify(store)
@@ -115,6 +120,15 @@ def test_every_altered_byte_is_found_and_just_its_sample_marked(tmp_path):
     writer.add(rows(bad, 5 + ids.index(bad)))
     store = writer.close()
     assert sorted(store.samples()) == ids and not verify(store).damaged
+
+
+def test_an_altered_head_is_found(tmp_path):
+    store = write(tmp_path / "store", ["a"])
+    path = store.folder / "head.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    assert [name for name, ok, _ in verify(Store.open(store.folder)).checks if not ok and name == "head"]
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00" * 4, b"not a shard at all, but longer than eight bytes"])

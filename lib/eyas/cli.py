@@ -71,7 +71,7 @@ def _prompts_generate(args) -> int:
     from eyas.target import load_target
 
     config = _config(args)
-    conversations = load_prompts(config.prompt_path).conversations
+    conversations = load_prompts(config.answered_path).conversations
     server, target = need_server(config), load_target(config.target)
     with Progress(len(conversations), "conversations") as progress:
         manifest = generate_responses(server.url, target, conversations, config.max_new_tok, config.concurrency, config.prompt_path, progress)
@@ -114,7 +114,7 @@ def _extract(args) -> int:
     from eyas.target import load_target
 
     config = _config(args)
-    summary = extract(config, need_server(config), load_target(config.target), load_prompts(config.prompt_path))
+    summary = extract(config, need_server(config), load_target(config.target), load_prompts(config.answered_path))
     print(summary)
     return 1 if summary.failed else 0
 
@@ -127,7 +127,7 @@ def _verify(args) -> int:
 
     config = _config(args)
     store = Store.open(config.store_dir)
-    report = verify(store, load_prompts(config.prompt_path), load_target(config.target).tokenizer())
+    report = verify(store, load_prompts(config.answered_path), load_target(config.target).tokenizer())
     print(report)
     if args.mend and report.damaged:
         mend(store, report)

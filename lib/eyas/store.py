@@ -59,6 +59,14 @@ def content_hash(input_ids: torch.Tensor, loss_mask: torch.Tensor, states: dict[
     return digest.hexdigest()
 
 
+def head_hash(weights: dict[str, torch.Tensor]) -> str:
+    """xxh3-128 over the weights of head.safetensors, which keeps it in its metadata."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(weights):
+        digest.update(weights[name].contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 class Store:
     """Open for reading. `index` is a DataFrame with the columns of COLUMNS, in the order of extraction."""
 
@@ -102,9 +110,12 @@ class Store:
         if shard is None:
             shard = self._shards[row["shard"]] = safe_open(self.folder / "shards" / row["shard"], framework="pt")
         span = slice(int(row["offset"]), int(row["offset"] + row["length"]))
+        mask = shard.get_slice("loss_mask")[span]  # [T]
+        if len(mask) and mask.max() > 1:
+            raise ValueError(f"the loss mask of {id} holds {int(mask.max())}")
         return {
             "input_ids": shard.get_slice("input_ids")[span],  # [T]
-            "loss_mask": shard.get_slice("loss_mask")[span].bool(),  # [T]
+            "loss_mask": mask.bool(),  # [T]
             "states": {b: shard.get_slice(f"boundary_{b}")[span] for b in (self.boundaries if boundaries is None else boundaries)},  # [T, H] each
         }
 
@@ -142,7 +153,7 @@ class StoreWriter:
             write_json(path, manifest)
         if not (self.folder / "head.safetensors").is_file():
             weights = {"norm_weight": _compact(head.norm_weight), "lm_head": _compact(head.lm_head)}
-            write_atomic(self.folder / "head.safetensors", lambda p: save_file(weights, p))
+            write_atomic(self.folder / "head.safetensors", lambda p: save_file(weights, p, metadata={"content_hash": head_hash(weights)}))
         for leftover in [*self.folder.glob(".*.tmp"), *(self.folder / "shards").glob(".*.tmp")]:  # of a writer that was killed
             leftover.unlink()
         self.store = Store.open(self.folder)

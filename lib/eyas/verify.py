@@ -14,7 +14,7 @@ from eyas.errors import EyasError
 from eyas.files import read_json
 from eyas.progress import Progress
 from eyas.prompts import PromptSet, encode, template_hash, tokenizer_hash
-from eyas.store import Store, StoreWriter, content_hash
+from eyas.store import Store, StoreWriter, content_hash, head_hash
 
 
 @dataclass
@@ -47,6 +47,7 @@ def verify(store: Store, prompts: PromptSet | None = None, tokenizer=None) -> Ve
     failed = int((index["state"] == "failed").sum())
     doubled = sorted(set(index.loc[index["id"].duplicated(), "id"]))
     report.checks.append(("index", not doubled, f"{len(done)} extracted + {failed} failed = {len(index)} rows" + (f"; doubled: {doubled[:3]}" if doubled else "")))
+    _check_head(store, report)
     expected = _expected(store, prompts, tokenizer, report)
     _read_samples(store, done, expected, report)
     bad = len(report.damaged)
@@ -106,6 +107,16 @@ def _wrong(sample: dict, row: dict, expected, dtype: torch.dtype, width: int) ->
     if expected is not None and not (np.array_equal(ids.numpy(), expected.input_ids) and np.array_equal(mask.numpy(), expected.loss_mask)):
         return "token ids or loss mask differ from the prompt set"
     return ""
+
+
+def _check_head(store: Store, report: VerifyReport) -> None:
+    try:
+        with safe_open(store.folder / "head.safetensors", framework="pt") as file:
+            recorded = (file.metadata() or {}).get("content_hash")
+            whole = recorded == head_hash({name: file.get_tensor(name) for name in file.keys()})
+    except (SafetensorError, OSError, ValueError):
+        whole = False
+    report.checks.append(("head", whole, "final norm and head as written" if whole else "torn or altered: remove head.safetensors, then python -m eyas extract writes it again"))
 
 
 def _check_counts(store: Store, done: pd.DataFrame, failed: int, report: VerifyReport) -> None:
