@@ -71,7 +71,7 @@ def _prompts_generate(args) -> int:
     from eyas.target import load_target
 
     config = _config(args)
-    conversations = load_prompts(config.answered_path).conversations
+    conversations = load_prompts(config.prompt_path).conversations
     server, target = need_server(config), load_target(config.target)
     with Progress(len(conversations), "conversations") as progress:
         manifest = generate_responses(server.url, target, conversations, config.max_new_tok, config.concurrency, config.prompt_path, progress)
