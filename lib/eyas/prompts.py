@@ -411,7 +411,7 @@ def generate_responses(url: str, target: Target, conversations: list[Conversatio
     out_path = Path(out_path)
     status = Server(url.rstrip("/")).status()
     served = Path(status["model"])
-    if served.resolve() != target.folder.resolve() and not (served.is_dir() and load_target(str(served)).fingerprint == target.fingerprint):
+    if served.resolve() != target.folder.resolve() and not ((served / "config.json").is_file() and load_target(str(served)).fingerprint == target.fingerprint):
         raise EyasError(f"the server at {url} serves {served.name}", f"the target {target.name}", "python -m eyas server down, then python -m eyas server up")
     tokenizer = target.tokenizer()
     asked = [c.questions() for c in conversations]

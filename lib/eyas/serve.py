@@ -233,7 +233,7 @@ def check_for_capture(status: dict, boundaries: tuple[int, ...], target: Target)
     if capture["n_blocks"] != target.n_blocks or capture["hidden_size"] != target.hidden_size:
         raise EyasError(f"the server's model has {capture['n_blocks']} blocks of {capture['hidden_size']}", f"{target.name}: {target.n_blocks} of {target.hidden_size}", again)
     model = Path(status["model"])
-    if model.is_dir() and model.resolve() != target.folder.resolve() and load_target(str(model)).fingerprint != target.fingerprint:
+    if (model / "config.json").is_file() and model.resolve() != target.folder.resolve() and load_target(str(model)).fingerprint != target.fingerprint:
         raise EyasError(f"the server serves {model.name}, with other weights than {target.name}", f"the target {target.name}", again)
     missing = sorted(set(boundaries) - set(capture["boundaries"]))
     if missing:
