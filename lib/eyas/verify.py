@@ -10,7 +10,6 @@ import pandas as pd
 import torch
 from safetensors import SafetensorError, safe_open
 
-from eyas.errors import EyasError
 from eyas.files import read_json
 from eyas.progress import Progress
 from eyas.prompts import PromptSet, encode, template_hash, tokenizer_hash
@@ -148,9 +147,3 @@ def mend(store: Store, report: VerifyReport) -> None:
         writer.mark_damaged(report.damaged)
     finally:
         writer.release()
-
-
-def need_ok(report: VerifyReport) -> None:
-    if not report.ok:
-        bad = [name for name, ok, _ in report.checks if not ok]
-        raise EyasError(f"the store is not whole: {', '.join(bad)}", "every check to pass", "python -m eyas verify --mend, then python -m eyas extract")
