@@ -19,11 +19,11 @@ from torch.nn.functional import cosine_similarity
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.extract import capture, chosen, extract
-from eyas.files import ROOT
+from eyas.files import ROOT, seal
 from eyas.prompts import Sample, encode, load_prompts
-from eyas.serve import Server, check_for_capture, find_server, server_up
+from eyas.serve import Server, check_for_capture, find_server, need_servers, server_up, started_ticks
 from eyas.store import Store
-from eyas.verify import mend, verify
+from eyas.verify import repair, verify
 
 pytestmark = pytest.mark.server
 BOUNDARIES = (2, 15, 27, 30)
@@ -192,15 +192,15 @@ def profile(server, **changes) -> Config:
     return Config.create(target=config.target, server_url=running.url, train_samples=24, heldout_samples=6, max_length=96, shard_mib=1, concurrency=4, **changes)
 
 
-def test_extract_verify_damage_mend(server, embedded):
+def test_extract_verify_damage_repair(server, embedded):
     config = profile(server, run_name="whole")
     prompts, tokenizer = load_prompts(config.prompt_path), embedded.tokenizer()
-    running = find_server(config)
+    running = need_servers(config)
     summary = extract(config, running, embedded, prompts)
     assert (summary.asked, summary.extracted, summary.skipped, summary.failed) == (30, 30, 0, 0)
     store = Store.open(config.store_dir)
     assert store.boundaries == BOUNDARIES and len(list((store.folder / "shards").iterdir())) > 3
-    report = verify(store, prompts, tokenizer)
+    report = verify(config.store_dir, prompts, tokenizer)
     assert report.ok, str(report)
     for c in chosen(config, prompts)[::7]:
         read, want = store.read(c.id), encode(c, tokenizer, config.max_length)
@@ -209,7 +209,7 @@ def test_extract_verify_damage_mend(server, embedded):
     again = extract(config, running, embedded, prompts)
     assert (again.extracted, again.skipped, again.total_tok, again.bytes) == (0, 30, summary.total_tok, summary.bytes)
 
-    ids = store.samples()
+    ids, whole = store.samples(), {path.name: path.read_bytes() for path in (store.folder / "shards").iterdir()}
     victim = store.folder / "shards" / store.row(ids[5])["shard"]
     content = bytearray(victim.read_bytes())
     content[-1] ^= 1  # the last byte of the last tensor: one sample
@@ -217,14 +217,16 @@ def test_extract_verify_damage_mend(server, embedded):
     torn = store.folder / "shards" / store.row(ids[-1])["shard"]
     os.truncate(torn, torn.stat().st_size // 2)
     store = Store.open(config.store_dir)
-    report = verify(store, prompts, tokenizer)
+    report = verify(config.store_dir, prompts, tokenizer)
     in_victim = [id for id in ids if store.row(id)["shard"] == victim.name]
     in_torn = [id for id in ids if store.row(id)["shard"] == torn.name]
     assert not report.ok and set(report.damaged) == {in_victim[-1], *in_torn}, report.damaged
-    mend(store, report)
+    repair(config.store_dir, report)
     mended = extract(config, running, embedded, prompts)
     assert (mended.extracted, mended.skipped) == (1 + len(in_torn), 29 - len(in_torn))
-    assert verify(Store.open(config.store_dir), prompts, tokenizer).ok
+    assert verify(config.store_dir, prompts, tokenizer).ok
+    assert not list((server[0].server_dir / "spool").iterdir())
+    assert set(whole) == {path.name for path in (store.folder / "shards").iterdir()}
 
 
 def test_killed_halfway_the_same_command_finishes(server, embedded):
@@ -235,41 +237,41 @@ def test_killed_halfway_the_same_command_finishes(server, embedded):
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     index = config.store_dir / "index.parquet"
     deadline = time.monotonic() + 240
-    while not (index.is_file() and len(pd.read_parquet(index)) >= 8):
+    while not (index.is_file() and (pd.read_parquet(index)["state"] == "extracted").sum() >= 8):
         assert process.poll() is None and time.monotonic() < deadline, "it ended before it could be killed"
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    counted = len(pd.read_parquet(index))
+    counted = int((pd.read_parquet(index)["state"] == "extracted").sum())
     assert 8 <= counted < 30
     end = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert end.returncode == 0, end.stderr
     assert f"asked 30 = extracted {30 - counted} + skipped {counted} (already there) + failed 0" in end.stdout
     store = Store.open(config.store_dir)
     assert len(store.samples()) == len(set(store.samples())) == 30
-    assert verify(store, load_prompts(config.prompt_path), embedded.tokenizer()).ok
+    assert verify(config.store_dir, load_prompts(config.prompt_path), embedded.tokenizer()).ok
 
 
 def test_a_store_of_another_target_or_setting_is_refused_by_the_field(server, embedded):
     config = profile(server, run_name="other-store")
-    prompts, running = load_prompts(config.prompt_path), find_server(config)
+    prompts, running = load_prompts(config.prompt_path), need_servers(config)
     extract(Config.create(**{**config.__dict__, "train_samples": 1, "heldout_samples": 1}), running, embedded, prompts)
     manifest = config.store_dir / "manifest.json"
     record = json.loads(manifest.read_text())
     record["target"]["fingerprint"] = "of-another-target"
-    manifest.write_text(json.dumps(record))
+    manifest.write_text(json.dumps(seal(record)))
     with pytest.raises(EyasError, match="target.fingerprint"):
         extract(config, running, embedded, prompts)
 
 
 def test_too_little_disk_is_said_before_the_first_request(server, embedded, monkeypatch):
-    import eyas.extract
+    import eyas.plan
 
     config = profile(server, run_name="full")
-    monkeypatch.setattr(eyas.extract, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(eyas.plan, "free_bytes", lambda folder: 1000)
     before = server[1].status()["capture"]["captured"]
     with pytest.raises(EyasError, match="the store's disk has 0.977 KiB free"):
-        extract(config, find_server(config), embedded, load_prompts(config.prompt_path))
+        extract(config, need_servers(config), embedded, load_prompts(config.prompt_path))
     assert server[1].status()["capture"]["captured"] == before
 
 
@@ -279,7 +281,7 @@ def test_too_little_disk_is_said_before_the_first_request(server, embedded, monk
 def test_a_dead_server_is_noticed_at_once_with_the_end_of_its_log(tmp_path):
     with open(tmp_path / "server.log", "wb") as log:
         process = subprocess.Popen([sys.executable, "-c", "print('no such weights'); raise SystemExit(3)"], stdout=log, start_new_session=True)
-    created = psutil.Process(process.pid).create_time()
+    created = started_ticks(process.pid)
     started = time.monotonic()
     with pytest.raises(EyasError, match="(?s)died while starting.*no such weights"):
         Server("http://127.0.0.1:9", process.pid, created, tmp_path).wait(timeout_s=120)
@@ -294,9 +296,9 @@ def test_down_ends_the_whole_family_and_nobody_else(tmp_path):
     while not parent.children():
         time.sleep(0.05)
     family = [parent, *parent.children()]
-    Server("http://127.0.0.1:9", process.pid, parent.create_time() - 100, tmp_path).down(timeout_s=1)  # another process with this pid
+    Server("http://127.0.0.1:9", process.pid, started_ticks(process.pid) - 100, tmp_path).down(timeout_s=1)  # another process with this pid
     assert parent.is_running()
-    Server("http://127.0.0.1:9", process.pid, parent.create_time(), tmp_path).down(timeout_s=1)
+    Server("http://127.0.0.1:9", process.pid, started_ticks(process.pid), tmp_path).down(timeout_s=1)
     process.wait()
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family)
 

@@ -9,8 +9,9 @@ import torch
 matplotlib.use("Agg")
 
 from eyas import plots, stats
-from eyas.store import Rows, StoreWriter
+from eyas.store import Rows
 from eyas.target import Head
+from stores import write_store
 
 
 @pytest.fixture
@@ -18,12 +19,10 @@ def store(tmp_path):
     """Two samples of 4 tokens, H = 2, boundaries 1 and 3. First tokens are huge; other norms are 5 and 10 and point the same way."""
     head = Head(torch.ones(2), torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]), 1e-6)  # V = 3
     manifest = {"target": {"rms_norm_eps": 1e-6}, "boundaries": [1, 3], "dtype": "bfloat16", "hidden_size": 2}
-    writer = StoreWriter(tmp_path / "store", manifest, head, 2**20)
     low = torch.tensor([[3000.0, 4000.0], [3.0, 4.0], [3.0, 4.0], [3.0, 4.0]], dtype=torch.bfloat16)
     high = torch.tensor([[300.0, 400.0], [6.0, 8.0], [8.0, -6.0], [8.0, 6.0]], dtype=torch.bfloat16)  # cosines with low: 1, 0, 0.96
-    for id, split in (("a", "train"), ("b", "heldout")):
-        writer.add(Rows(id, split, "chat", torch.tensor([0, 1, 1, 2]), torch.tensor([False, False, True, True]), {1: low, 3: high}))
-    return writer.close()
+    ids, mask = torch.tensor([0, 1, 1, 2]), torch.tensor([False, False, True, True])
+    return write_store(tmp_path / "store", manifest, head, [Rows(id, split, "chat", ids, mask, {1: low, 3: high}) for id, split in (("a", "train"), ("b", "heldout"))])
 
 
 def test_state_stats(store):

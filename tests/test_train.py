@@ -12,13 +12,15 @@ import pandas as pd
 import pytest
 import torch
 from test_drafter import BOUNDARIES, H, SHAPE, V, make_drafter, make_sample
+import stores
 from tiny import make_tiny_target
 
 import eyas.train
+import stores
 from eyas.config import Config
 from eyas.drafter import load_drafter
 from eyas.errors import EyasError
-from eyas.store import Rows, Store, StoreWriter
+from eyas.store import Rows, Store
 from eyas.target import load_target
 from eyas.train import Teacher, batch_loss, pack, plan, schedule, train
 
@@ -183,17 +185,19 @@ def target(tmp_path_factory):
 
 
 def write_store(folder: Path, target, boundaries=(2, 3, N_BLOCKS), n_samples: int = 12, bad: str = "") -> Path:
-    manifest = {"target": {"name": target.name, "fingerprint": target.fingerprint, "rms_norm_eps": target.rms_norm_eps}, "boundaries": list(boundaries)}
-    writer, g = StoreWriter(folder, manifest, target.head(), 2**20), torch.Generator().manual_seed(0)
+    manifest = {
+        "target": {"name": target.name, "fingerprint": target.fingerprint, "rms_norm_eps": target.rms_norm_eps}, "boundaries": list(boundaries),
+        "dtype": "bfloat16", "hidden_size": target.hidden_size, "prompts": {"hash": None},
+    }
+    samples, g = [], torch.Generator().manual_seed(0)
     for i in range(n_samples):
         length = int(torch.randint(12, 30, (1,), generator=g))
         mask = torch.arange(length) >= length // 2
         states = {b: torch.randn(length, target.hidden_size, generator=g).bfloat16() for b in boundaries}
         if f"s{i}" == bad:
             states[boundaries[0]][length // 2, 0] = math.nan
-        writer.add(Rows(f"s{i}", "heldout" if i % 6 == 5 else "train", "chat", torch.randint(0, 60, (length,), generator=g), mask, states))
-    writer.close()
-    return folder
+        samples.append(Rows(f"s{i}", "heldout" if i % 6 == 5 else "train", "chat", torch.randint(0, 60, (length,), generator=g), mask, states))
+    return stores.write_store(folder, manifest, target.head(), samples).folder
 
 
 @pytest.fixture

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+import stores
 from eyas.config import Config
 from eyas.drafter import DraftCache, Drafter, DrafterConfig
 from eyas.errors import EyasError
-from eyas.store import Rows, Store, StoreWriter
+from eyas.store import Rows, Store
 from eyas.target import Head
 from eyas.vocab import DraftVocab
 from eyas.walk import jump, leading_hits, run_walk, walk
@@ -85,14 +86,15 @@ def write_store(folder, drafter, samples) -> Store:
     """samples: id -> (split, prompt tokens, hits)."""
     generator = torch.Generator().manual_seed(9)
     head = Head(torch.ones(HIDDEN), torch.zeros(VOCAB, HIDDEN), 1e-5)
-    writer = StoreWriter(folder, {"boundaries": list(BOUNDARIES), "target": {"rms_norm_eps": 1e-5}}, head, shard_bytes=1 << 20)
+    manifest = {"boundaries": list(BOUNDARIES), "target": {"rms_norm_eps": 1e-5}, "dtype": "bfloat16", "hidden_size": HIDDEN, "prompts": {"hash": None}}
+    rows = []
     for id, (split, n_prompt, hits) in samples.items():
         ids, states = make_text(drafter, generator, n_prompt, hits)
         line_break = torch.tensor([3])  # after the end of the turn, not supervised
         mask = torch.tensor([False] * n_prompt + [True] * (len(ids) - n_prompt) + [False])
         states = torch.cat([states, torch.zeros(1, states.shape[1])]).bfloat16().split(HIDDEN, dim=-1)
-        writer.add(Rows(id, split, "chat", torch.cat([torch.tensor(ids), line_break]), mask, dict(zip(BOUNDARIES, (s.contiguous() for s in states)))))
-    return writer.close()
+        rows.append(Rows(id, split, "chat", torch.cat([torch.tensor(ids), line_break]), mask, dict(zip(BOUNDARIES, (s.contiguous() for s in states)))))
+    return stores.write_store(folder, manifest, head, rows)
 
 
 def test_walk_of_a_store(data, drafter):

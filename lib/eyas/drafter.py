@@ -19,11 +19,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from eyas.errors import EyasError
-from eyas.files import write_atomic
+from eyas.files import write_safetensors
 from eyas.target import Target, check_boundaries
 from eyas.vocab import DraftVocab, check_size
 
@@ -248,7 +247,7 @@ def save_drafter(drafter: Drafter, folder: Path, record: dict) -> Path:
     """
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items() if name != "embed_tokens.weight"}
     metadata = {"format": "pt", "drafter": json.dumps({"config": dataclasses.asdict(drafter.config), "record": record})}
-    return write_atomic(Path(folder) / FILE, lambda path: save_file(weights | {"vocab.ids": drafter.vocab.ids}, path, metadata=metadata))
+    return write_safetensors(Path(folder) / FILE, weights | {"vocab.ids": drafter.vocab.ids}, metadata)
 
 
 def read_record(folder: Path) -> dict:

@@ -12,11 +12,11 @@ This module also holds the one place where an engine's layer ids and our boundar
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from eyas.drafter import Drafter, DrafterConfig
 from eyas.errors import EyasError
-from eyas.files import read_json, write_atomic, write_json
+from eyas.files import read_json, write_json, write_safetensors
 from eyas.target import Target
 from eyas.vocab import DraftVocab
 
@@ -141,7 +141,7 @@ def export_sglang(drafter: Drafter, target: Target, folder: Path, version: str =
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items() if name != "embed_tokens.weight"}
     weights |= {"d2t": drafter.vocab.d2t, "t2d": drafter.vocab.t2d}
     _check_keys(weights)
-    write_atomic(folder / "model.safetensors", lambda path: save_file(weights, path, metadata={"format": "pt"}))
+    write_safetensors(folder / "model.safetensors", weights, {"format": "pt"})
     write_json(folder / "config.json", record)
     return folder
 

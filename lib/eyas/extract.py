@@ -1,58 +1,73 @@
 """From a prompt set to a store, through a running server: `python -m eyas extract --profile P`. Run it again and it goes on.
 
 The server writes each request's rows into its spool and answers with a path; the client checks them, moves them into
-the store and removes the spool file. Every sample asked for ends as extracted, skipped (already there) or failed.
+the store and removes the spool file. Every sample asked for ends as extracted, skipped (already there) or failed. Faults of the
+transport (a server that is gone, busy or silent, a full disk) leave a sample pending, and the same command tries it again; a
+fault of its own (NaN, a refused template) marks it failed, and `--retry-failed` does.
 """
 
 import contextlib
+import itertools
+import threading
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import httpx
 import torch
+import xxhash
 from safetensors.torch import load
 
 from eyas import __version__
 from eyas.config import Config
 from eyas.errors import EyasError
-from eyas.files import write_json
+from eyas.files import seal, write_json
+from eyas.plan import check_room, planned, store_dtype
 from eyas.progress import Progress, bytes_text
 from eyas.prompts import Conversation, PromptSet, Sample, encode, template_hash, tokenizer_hash
 from eyas.serve import Server, check_for_capture
-from eyas.store import Rows, Store, StoreWriter, free_bytes
+from eyas.store import Planned, Rows, Store, StoreWriter
 from eyas.target import Target
 
-ATTEMPTS = 3  # per sample, for failures of the transport
+ATTEMPTS = 3  # per sample, for faults of the transport
+BACK_OFF_S = 1.0  # before the second attempt, doubled for each further one; a server that failed rests as long
 FAILURES_IN_A_ROW = 8  # then the job stops with the reason instead of failing the rest
-REQUEST_TIMEOUT_S = 600.0
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+LISTED = 20  # failed samples that a summary names
 
 
 class SampleError(Exception):
     """This one sample cannot be extracted; the reason goes into the index."""
 
 
+class TransportError(SampleError):
+    """It could not be had this time; the fault is not the sample's."""
+
+
 @dataclass(frozen=True)
 class Summary:
-    """extracted + skipped + failed = asked. total_tok and bytes are of the whole store, as it lies on the disk."""
+    """extracted + skipped + failed = asked; `pending` of the failed ones are tried again by the same command. total_tok and bytes are the whole store's."""
 
     asked: int
     extracted: int
     skipped: int
     failed: int
+    pending: int
     total_samples: int
     total_tok: int
     loss_tok: int
     bytes: int
     seconds: float
-    reasons: dict[str, int]
+    reasons: dict[str, str]  # sample id -> why, of those that are not there
 
     def __str__(self) -> str:
-        why = "".join(f"\n  {count} x {reason}" for reason, count in self.reasons.items())
+        why = "".join(f"\n  {id}: {reason}" for id, reason in itertools.islice(self.reasons.items(), LISTED))
+        if len(self.reasons) > LISTED:
+            why += f"\n  ... and {len(self.reasons) - LISTED} more"
+        if self.failed:
+            why += f"\n  {self.pending} of them are tried again by the same command, {self.failed - self.pending} by python -m eyas extract --retry-failed"
         return (f"asked {self.asked} = extracted {self.extracted} + skipped {self.skipped} (already there) + failed {self.failed}{why}\n"
                 f"store: {self.total_samples} samples, {self.total_tok:,} tokens ({self.loss_tok:,} supervised), {bytes_text(self.bytes)}; {self.seconds:.0f} s")
 
@@ -70,8 +85,9 @@ def make_manifest(config: Config, status: dict, target: Target, prompts: PromptS
             "hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "rms_norm_eps": target.rms_norm_eps,
         },
         "engine": {"name": "sglang", "version": status["sglang"], "device": status["device"], "capture_plugin": status["capture"]["version"]},
-        "boundaries": sorted({*config.boundaries, target.n_blocks}),
-        "dtype": status["dtype"],
+        "boundaries": list(config.stored_boundaries(target.n_blocks)),
+        "dtype": store_dtype(config, status["dtype"]),
+        "computed_dtype": status["dtype"],
         "hidden_size": target.hidden_size,
         "tokenizer_hash": tokenizer_hash(tokenizer),
         "template_hash": template_hash(tokenizer),
@@ -80,129 +96,183 @@ def make_manifest(config: Config, status: dict, target: Target, prompts: PromptS
     }
 
 
-def extract(config: Config, server: Server, target: Target, prompts: PromptSet) -> Summary:
-    """Extract what the profile asks for and the store does not have yet.
+def extract(config: Config, servers: list[Server], target: Target, prompts: PromptSet, retry_failed: bool = False, anyway: bool = False) -> Summary:
+    """Extract what the profile asks for and the store does not have yet, shared out among the servers.
 
-    EyasError before the first request: an unfit server, a store of something else, too little disk. During the run:
-    a dead server or a full disk stops it (what is counted stays), one bad sample does not.
+    EyasError before the first request: an unfit server, servers that differ, a store of something else, too little disk (unless `anyway`). During
+    the run: dead servers or a full disk stop it (what has arrived stays), one bad sample does not. `retry_failed` tries failed samples again too.
     """
     started = time.monotonic()
-    status = server.status()
     tokenizer = target.tokenizer()
-    check_for_capture(status, (*config.boundaries, target.n_blocks), target)
-    if config.max_length > (status["context_tok"] or target.context_tok):
-        raise EyasError(f"max_length = {config.max_length}, but the server's context is {status['context_tok'] or target.context_tok}", "at most that", "-p max_length N, or a server with a longer context_tok")
+    statuses = [server.status() for server in servers]
+    for status in statuses:
+        check_for_capture(status, config.stored_boundaries(target.n_blocks), target)
+        context_tok = status["context_tok"] or target.context_tok
+        if config.max_length > context_tok:
+            raise EyasError(f"max_length = {config.max_length}, but the server's context is {context_tok}", "at most that", "-p max_length N, or a server with a longer context_tok")
     conversations = chosen(config, prompts)
     if not conversations:
         raise EyasError(f"no conversation of {prompts.path.name} is asked for", "train_samples or heldout_samples to find some", "python -m eyas prompts show")
-    writer = StoreWriter(config.store_dir, make_manifest(config, status, target, prompts, tokenizer), target.head(), config.shard_mib * 2**20)
+    manifest = make_manifest(config, statuses[0], target, prompts, tokenizer)
+    for status in statuses[1:]:
+        if make_manifest(config, status, target, prompts, tokenizer) != manifest:
+            raise EyasError(f"the servers {statuses[0]['url']} and {status['url']} differ in version, dtype or flags", "the same of all", "python -m eyas server status, for each")
+    fleet = Fleet(config, servers, statuses)
+    samples, refused = _encode_all(conversations, tokenizer, config.max_length)
+    have, done, writer = 0, Counter(), None
     try:
-        have = writer.extracted
-        todo = [c for c in conversations if c.id not in have]
-        counts = {"extracted": 0, "failed": 0}
-        samples, refused = _encode_all(todo, tokenizer, config.max_length)
-        _check_disk(config, samples, status["dtype"], len(writer.store.boundaries) * target.hidden_size, Path(status["capture"]["spool"]))
+        writer = StoreWriter(config.store_dir, manifest, target.head(), config.shard_mib * 2**20)
+        have = len(writer.extracted & {c.id for c in conversations})
+        by_id = {s.id: s for s in samples}
+        todo = writer.plan([Planned(c.id, c.split, c.category, len(by_id[c.id].input_ids) if c.id in by_id else 0) for c in conversations], retry_failed)
+        tok = sum(len(by_id[id].input_ids) for id in todo if id in by_id)
+        check_room(planned(config, len(todo), tok, target.n_blocks, target.hidden_size, statuses[0]["dtype"]), config.store_dir, fleet.spools[0], anyway)
+        fleet.clear_spools()
         with Progress(total=len(todo)) as progress:
-            for conversation, reason in refused:
-                writer.fail(conversation.id, conversation.split, conversation.category, reason)
-                counts["failed"] += 1
+            for id in set(todo) & set(refused):
+                writer.fail(id, refused[id])
                 progress.update(errors=1)
-            _run(config, server, writer, samples, status, counts, progress)
+            _run(fleet, writer, [by_id[id] for id in todo if id in by_id], progress, done)
+    except OSError as error:
+        raise EyasError(f"writing the store failed: {error.strerror or error}", "room on its disk", "free some, then the same command again: it goes on where it was") from None
     finally:
-        with contextlib.suppress(OSError):
-            writer.flush()  # Ctrl-C, a dead server: what has arrived is kept
-        writer.release()
-    return _summarise(config, len(conversations), counts["extracted"], len(conversations) - len(todo), counts["failed"], time.monotonic() - started)
+        fleet.close()
+        if writer is not None:
+            with contextlib.suppress(OSError):  # Ctrl-C, a dead server: what has arrived is kept
+                writer.flush()
+            writer.release()
+            with contextlib.suppress(OSError):
+                summary = _summarise(config, [c.id for c in conversations], done, have, time.monotonic() - started)
+    return summary
 
 
-def _encode_all(todo, tokenizer, max_length: int) -> tuple[list[Sample], list[tuple[Conversation, str]]]:
-    samples, refused = [], []
-    for conversation in todo:
+def _encode_all(conversations, tokenizer, max_length: int) -> tuple[list[Sample], dict[str, str]]:
+    """The samples, and id -> why of those that the template or the tokenizer refuses."""
+    samples, refused = [], {}
+    for conversation in conversations:
         try:
             samples.append(encode(conversation, tokenizer, max_length))
         except EyasError as error:
-            refused.append((conversation, error.found))
+            refused[conversation.id] = error.found
     return samples, refused
 
 
-def _check_disk(config: Config, samples: list[Sample], dtype: str, width: int, spool: Path) -> None:
-    need = sum(len(s.input_ids) for s in samples) * width * DTYPE_BYTES[dtype]
-    in_flight = 2 * config.concurrency * config.max_length * width * DTYPE_BYTES[dtype]
-    for name, folder, needed in (("store", config.store_dir, need), ("spool", spool, in_flight)):
-        if folder.exists() and free_bytes(folder) < needed * 1.02 + 64 * 2**20:
-            raise EyasError(
-                f"the {name}'s disk has {bytes_text(free_bytes(folder))} free, {bytes_text(int(needed))} will be written", "room for them",
-                "free some, set EYAS_DATA to a larger disk, or ask for fewer samples (-p train_samples N)",
-            )
+class Fleet:
+    """The servers of a run, as one. A request goes to the one with the fewest in flight; one that failed rests for a while."""
+
+    def __init__(self, config: Config, servers: list[Server], statuses: list[dict]):
+        self.servers = servers
+        self.width = config.concurrency * len(servers)
+        self.dtype = getattr(torch, statuses[0]["dtype"])
+        self.spools = [Path(status["capture"]["spool"]) for status in statuses]
+        self.quota = sum(status["capture"]["quota"] for status in statuses)
+        self.prefix = xxhash.xxh3_64_hexdigest(str(config.store_dir).encode()) + "-"  # of this store's files in a spool: its lock says that nobody else uses them
+        limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
+        self._clients = [httpx.Client(base_url=s.url, timeout=httpx.Timeout(config.request_timeout_s, pool=None), limits=limits) for s in servers]
+        self._in_flight = [0] * len(servers)
+        self._rests_until = [0.0] * len(servers)
+        self._lock = threading.Lock()
+
+    def capture(self, sample: Sample, boundaries: tuple[int, ...]) -> dict[int, torch.Tensor]:
+        """{boundary: [T, H]}; SampleError when it cannot be had, TransportError when not now."""
+        for attempt in range(ATTEMPTS):
+            n = self._take()
+            try:
+                return capture(self._clients[n], sample, boundaries, self.dtype, self.prefix)
+            except TransportError as error:
+                last = error
+                if self.servers[n].pid and self.servers[n].process() is None:
+                    last = TransportError("the server has died")
+                    if len(self.servers) == 1:
+                        break
+                with self._lock:
+                    self._rests_until[n] = time.monotonic() + BACK_OFF_S * 2**attempt
+            finally:
+                with self._lock:
+                    self._in_flight[n] -= 1
+        raise last
+
+    def _take(self) -> int:
+        with self._lock:
+            now = time.monotonic()
+            rested = [n for n in range(len(self.servers)) if self._rests_until[n] <= now]
+            n = min(rested, key=self._in_flight.__getitem__) if rested else min(range(len(self.servers)), key=self._rests_until.__getitem__)
+            self._in_flight[n] += 1
+            wait_s = self._rests_until[n] - now
+        time.sleep(max(wait_s, 0.0))
+        return n
+
+    def clear_spools(self) -> None:
+        """Remove what an earlier client of this store asked for and never took."""
+        for spool in self.spools:
+            for leftover in spool.glob(f"{self.prefix}*") if spool.is_dir() else ():
+                leftover.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+        self.clear_spools()
 
 
-def _run(config: Config, server: Server, writer: StoreWriter, samples: list[Sample], status: dict, counts: dict, progress: Progress) -> None:
-    """Bounded concurrency; results are taken in the order of the samples, so that a store's order does not depend on timing."""
-    dtype = getattr(torch, status["dtype"])
+def _run(fleet: Fleet, writer: StoreWriter, samples: list[Sample], progress: Progress, done: Counter) -> None:
+    """Bounded concurrency and bounded bytes in flight; results are taken in the order of the samples. `done` counts samples and tok."""
+    per_token = writer.store.token_bytes
     waiting: deque[tuple[Sample, Future]] = deque()
     queue = deque(samples)
-    failures = 0
-    with httpx.Client(base_url=server.url, timeout=REQUEST_TIMEOUT_S, limits=httpx.Limits(max_connections=config.concurrency)) as client, \
-            ThreadPoolExecutor(config.concurrency) as pool:
+    failures = in_flight_tok = 0
+    with ThreadPoolExecutor(fleet.width) as pool:
         try:
             while queue or waiting:
-                while queue and len(waiting) < 2 * config.concurrency:
+                while queue and len(waiting) < 2 * fleet.width and (not waiting or (in_flight_tok + len(queue[0].input_ids)) * per_token <= fleet.quota):
                     sample = queue.popleft()
-                    waiting.append((sample, pool.submit(capture, client, sample, writer.store.boundaries, dtype)))
+                    in_flight_tok += len(sample.input_ids)
+                    waiting.append((sample, pool.submit(fleet.capture, sample, writer.store.boundaries)))
                 sample, future = waiting.popleft()
+                tok = len(sample.input_ids)
                 try:
                     states = future.result()
                     writer.add(Rows(sample.id, sample.split, sample.category, torch.from_numpy(sample.input_ids), torch.from_numpy(sample.loss_mask), states, sample.truncated))
-                    counts["extracted"] += 1
+                    done.update(samples=1, tok=tok)
                     failures = 0
-                    progress.update(samples=1, tok=len(sample.input_ids), bytes=sum(t.nbytes for t in states.values()))
+                    progress.update(samples=1, tok=tok, bytes=tok * per_token)
                 except SampleError as error:
-                    writer.fail(sample.id, sample.split, sample.category, str(error))
-                    counts["failed"] += 1
+                    writer.fail(sample.id, str(error), again=isinstance(error, TransportError))
                     failures += 1
                     progress.update(errors=1)
                     if failures >= FAILURES_IN_A_ROW:
-                        dead = server.pid and server.process() is None
-                        what = "the server has died" if dead else f"{failures} samples failed in a row, the last one: {error}"
-                        raise EyasError(what, "", "python -m eyas server up, then the same command again: it goes on where it was") from None
-                except OSError as error:
-                    raise EyasError(f"writing the store failed: {error}", "room on its disk", "free some, then the same command again: it goes on where it was") from None
+                        raise EyasError(f"{failures} samples failed in a row, the last one: {error}", "",
+                                        "python -m eyas server status (down and up where it is dead), then the same command again: it goes on where it was") from None
+                in_flight_tok -= tok
+            writer.flush()
         finally:
             for _, future in waiting:
                 future.cancel()
 
 
-def capture(client: httpx.Client, sample: Sample, boundaries: tuple[int, ...], dtype: torch.dtype) -> dict[int, torch.Tensor]:
-    """One request: {boundary: [T, H]}, checked (rows, ids, dtype, finite). SampleError with the reason when it cannot be had."""
-    name = uuid.uuid4().hex
+def capture(client: httpx.Client, sample: Sample, boundaries: tuple[int, ...], dtype: torch.dtype, prefix: str = "") -> dict[int, torch.Tensor]:
+    """One request: {boundary: [T, H]}, checked (rows, ids, dtype, finite). SampleError or TransportError with the reason when it cannot be had."""
+    name = prefix + uuid.uuid4().hex
     ids = sample.input_ids.tolist()
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "custom_params": {"eyas_capture": name}}}
-    for attempt in range(ATTEMPTS):
-        if attempt:
-            time.sleep(2.0**attempt)
-        try:
-            answer = client.post("/generate", json=body)
-        except httpx.HTTPError as error:
-            reason = f"{type(error).__name__} from the server"
-            continue
-        if answer.status_code >= 500:
-            reason = f"HTTP {answer.status_code} from the server"
-            continue
-        break
-    else:
-        raise SampleError(reason)
-    if answer.status_code != 200:
-        raise SampleError(f"HTTP {answer.status_code}: {answer.text[:200]}")
-    found = (answer.json()["meta_info"].get("eyas_capture") or [{"error": "the answer names no file: is the capture plugin on?"}])[0]
-    if "error" in found:
-        raise SampleError(f"server: {found['error']}")
-    path = Path(found["path"])
     try:
-        tensors = load(path.read_bytes())
-    except FileNotFoundError:
-        raise SampleError("the server's spool file is not visible here: spool and client must share a file system") from None
-    finally:
-        path.unlink(missing_ok=True)
+        answer = client.post("/generate", json=body)
+        if answer.status_code >= 500:
+            raise TransportError(f"HTTP {answer.status_code} from the server")
+        if answer.status_code != 200:
+            raise SampleError(f"HTTP {answer.status_code}: {answer.text[:200]}")
+        found = (answer.json()["meta_info"].get("eyas_capture") or [{"error": "the answer names no file: is the capture plugin on?"}])[0]
+    except httpx.HTTPError as error:
+        raise TransportError(f"{type(error).__name__} from the server") from None
+    except (ValueError, KeyError, TypeError):
+        raise TransportError("the server's answer is no answer of SGLang's") from None
+    if "error" in found:
+        raise (TransportError if found.get("again") else SampleError)(f"server: {found['error']}")
+    path = Path(found["path"])
+    content = _take_file(client, path, name)
+    try:
+        tensors = load(content)
+    except Exception as error:
+        raise TransportError(f"the server's file can't be read: {type(error).__name__}") from None
     if tensors["input_ids"].tolist() != ids:
         raise SampleError("the rows belong to other token ids")
     states = {}
@@ -218,16 +288,58 @@ def capture(client: httpx.Client, sample: Sample, boundaries: tuple[int, ...], d
     return states
 
 
-def _summarise(config: Config, asked: int, extracted: int, skipped: int, failed: int, seconds: float) -> Summary:
+def _take_file(client: httpx.Client, path: Path, name: str) -> bytes:
+    """The spool file as soon as it is there, removed. The server writes it in the background; when it takes long, the server is asked why."""
+    if not path.parent.is_dir():
+        raise TransportError(f"the server's spool {path.parent.name!r} is not visible here: spool and client must share a file system")
+    pause_s, asked_s = 0.001, time.monotonic()
+    while True:
+        try:
+            content = path.read_bytes()
+            path.unlink(missing_ok=True)
+            return content
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise TransportError(f"the spool can't be used: {error.strerror}") from None
+        if time.monotonic() - asked_s > 1.0:
+            try:
+                info = client.get("/server_info", timeout=30).json()
+            except (httpx.HTTPError, ValueError) as error:
+                raise TransportError(f"{type(error).__name__} while the server was writing") from None
+            state = next((s["eyas_capture"] for s in info.get("internal_states", []) if "eyas_capture" in s), {})
+            if name in state.get("failures", {}):
+                raise TransportError(f"server: {state['failures'][name]}")
+            if not state.get("queued_bytes") and not path.exists():
+                raise TransportError("the server's file has not come")
+            asked_s = time.monotonic()
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
+
+
+def _summarise(config: Config, asked: list[str], counts: Counter, skipped: int, seconds: float) -> Summary:
     store = Store.open(config.store_dir)
     done = store.index[store.index["state"] == "extracted"]
-    bad = store.index[store.index["state"] == "failed"]
-    reasons = {str(reason): int(count) for reason, count in bad["reason"].value_counts().items()}
-    summary = Summary(asked, extracted, skipped, failed, len(done), int(done["length"].sum()), int(done["loss_tok"].sum()), store.n_bytes, seconds, reasons)
-    tok = int(done["length"].tail(extracted).sum()) if extracted else 0
-    write_json(config.store_dir / "data_config.json", {
-        "eyas": __version__, "total_samples": summary.total_samples, "total_tokens": summary.total_tok, "loss_tokens": summary.loss_tok, "bytes": summary.bytes,
-        "errors": len(bad), "boundaries": list(store.boundaries), "dtype": store.manifest["dtype"], "hidden_size": store.manifest["hidden_size"],
-        "last_run": asdict(summary) | {"samples_per_s": extracted / max(seconds, 1e-9), "tok_per_s": tok / max(seconds, 1e-9)},
-    })
+    missing = store.index[(store.index["state"] != "extracted") & store.index["id"].isin(asked)]
+    summary = Summary(
+        len(asked), counts["samples"], skipped, len(missing), int((missing["state"] == "pending").sum()), len(done), int(done["length"].sum()),
+        int(done["loss_tok"].sum()), store.n_bytes, seconds, dict(zip(missing["id"], missing["reason"])),
+    )
+    last_run = {name: value for name, value in asdict(summary).items() if name in ("asked", "extracted", "skipped", "failed", "pending", "seconds")}
+    write_data_config(store, last_run | {"samples_per_s": counts["samples"] / max(seconds, 1e-9), "tok_per_s": counts["tok"] / max(seconds, 1e-9)})
     return summary
+
+
+def write_data_config(store: Store, last_run: dict) -> None:
+    """The summary that people look for, beside the store. `last_run`: how it was made, with samples_per_s and tok_per_s."""
+    write_json(store.folder / "data_config.json", seal(counted(store) | {"eyas": __version__, "last_run": last_run}))
+
+
+def counted(store: Store) -> dict:
+    """What data_config.json says of a store, from its index and its files."""
+    done = store.index[store.index["state"] == "extracted"]
+    return {
+        "total_samples": len(done), "total_tokens": int(done["length"].sum()), "loss_tokens": int(done["loss_tok"].sum()), "bytes": store.n_bytes,
+        "errors": int((store.index["state"] == "failed").sum()), "boundaries": list(store.boundaries), "dtype": store.manifest["dtype"],
+        "hidden_size": store.manifest["hidden_size"],
+    }

@@ -6,14 +6,19 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+if TYPE_CHECKING:
+    import torch  # seconds to import, and most commands do without
 
 ROOT = Path(__file__).resolve().parents[2]  # the repository
 
 
 def data_dir() -> Path:
     """The one ignored folder for hidden states, checkpoints and converted models: EYAS_DATA, else data/."""
-    return Path(os.environ.get("EYAS_DATA") or ROOT / "data")
+    return Path(os.environ.get("EYAS_DATA") or ROOT / "data").absolute()
 
 
 def write_atomic(path: Path, write: Callable[[Path], Any]) -> Path:
@@ -51,6 +56,58 @@ def read_json(path: Path) -> Any:
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
+def seal(data: dict) -> dict:
+    """The same with `content_hash`, xxh3-128 of the rest as canonical JSON: an altered character that changes anything is found."""
+    rest = {key: value for key, value in data.items() if key != "content_hash"}
+    return rest | {"content_hash": xxhash.xxh3_128_hexdigest(_canonical(rest))}
+
+
+def is_sealed(data: Any) -> bool:
+    return isinstance(data, dict) and "content_hash" in data and seal(data)["content_hash"] == data["content_hash"]
+
+
+SAFETENSORS_NAMES = {
+    "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.int64": "I64", "torch.int32": "I32", "torch.uint8": "U8", "torch.bool": "BOOL",
+}
+
+
+def write_safetensors(path: Path, tensors: "dict[str, torch.Tensor | list[torch.Tensor]]", metadata: dict[str, str]) -> Path:
+    """`path` whole or absent, as `safetensors.torch.save_file` would write it. A list of tensors is written as their concatenation along the first axis.
+
+    The pieces go to the file as they lie in memory: nothing is joined or copied first, which for a shard of some GiB is what counts.
+    """
+    import torch
+
+    pieces = {name: [t.contiguous() for t in (value if isinstance(value, list) else [value])] for name, value in tensors.items()}
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    names = sorted(pieces, key=lambda name: -pieces[name][0].element_size())  # wide types first: every tensor starts at a multiple of its own width
+    end = 0
+    for name in names:
+        first, start = pieces[name][0], end
+        end += sum(t.nbytes for t in pieces[name])
+        shape = list(first.shape) if not isinstance(tensors[name], list) else [sum(len(t) for t in pieces[name]), *first.shape[1:]]
+        header[name] = {"dtype": SAFETENSORS_NAMES[str(first.dtype)], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    def write(temporary: Path) -> None:
+        with open(temporary, "wb", buffering=0) as file:
+            _write_all(file, len(text).to_bytes(8, "little") + text)
+            for name in names:
+                for tensor in pieces[name]:
+                    if tensor.numel():
+                        _write_all(file, tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+    return write_atomic(path, write)
+
+
+def _write_all(file, data) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+
+
 def sha256_file(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -58,4 +115,8 @@ def sha256_file(path: Path) -> str:
 
 def sha256_json(data: Any) -> str:
     """Hash of the canonical JSON text, the same on every machine."""
-    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()).hexdigest()
+    return hashlib.sha256(_canonical(data)).hexdigest()
+
+
+def _canonical(data: Any) -> bytes:
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()

@@ -8,6 +8,7 @@ import ctypes
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,7 +34,7 @@ class Server:
 
     url: str
     pid: int = 0
-    started: float = 0.0  # the process's creation time: a pid alone may be another process by now
+    started: int = 0  # `started_ticks(pid)`: a pid alone may be another process by now
     folder: Path | None = None
 
     @property
@@ -44,9 +45,9 @@ class Server:
         """The running process, or None when it has ended (a zombie has)."""
         try:
             process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started) < 1.0
+            same = started_ticks(self.pid) == self.started
             return process if same and process.status() != psutil.STATUS_ZOMBIE else None
-        except psutil.NoSuchProcess:
+        except (psutil.NoSuchProcess, OSError):
             return None
 
     def wait(self, timeout_s: float) -> "Server":
@@ -116,6 +117,11 @@ class Server:
         self.down()
 
 
+def started_ticks(pid: int) -> int:
+    """When a process started, in clock ticks since the machine did: unlike a time of day, nobody sets it back. OSError when it is gone."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
 def server_command(config: Config, target: Target, boundaries: tuple[int, ...], port: int, spool: Path) -> tuple[list[str], dict[str, str]]:
     """The exact command and the variables that it needs beyond the caller's; everything comes from the profile."""
     flags = {
@@ -134,7 +140,7 @@ def server_command(config: Config, target: Target, boundaries: tuple[int, ...], 
     }
     switches = ["--sleep-on-idle", "--disable-radix-cache", "--disable-overlap-schedule", "--skip-server-warmup"]
     environment = {
-        "EYAS_CAPTURE": json.dumps({"boundaries": list(boundaries), "spool": str(spool)}),
+        "EYAS_CAPTURE": json.dumps({"boundaries": list(boundaries), "spool": str(spool), "quota": int(config.spool_gib * 2**30)}),
         "SGLANG_PLUGINS": "eyas_capture",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -163,8 +169,8 @@ def server_up(config: Config, tied: bool = False) -> Server:
     or it came up without the plugin (it is stopped then).
     """
     target = load_target(config.target)
-    check_boundaries(config.boundaries, target.n_blocks)
-    boundaries = tuple(sorted({*config.boundaries, target.n_blocks}))
+    boundaries = config.stored_boundaries(target.n_blocks)
+    check_boundaries(boundaries, target.n_blocks)
     folder = config.server_dir
     running = find_server(config)
     if running is not None:
@@ -172,17 +178,18 @@ def server_up(config: Config, tied: bool = False) -> Server:
     port = config.port or _free_port()
     if _port_taken(port):
         raise EyasError(f"port {port} of 127.0.0.1 is taken by another server", "a free port", "python -m eyas server up -p port 0")
-    spool = folder / "spool"
+    spool = Path(config.spool_dir) if config.spool_dir else folder / "spool"
     spool.mkdir(parents=True, exist_ok=True)
-    for leftover in spool.iterdir():  # of a server that is gone
-        leftover.unlink()
+    if not config.spool_dir:
+        for leftover in spool.iterdir():  # of a server that is gone
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     command, environment = server_command(config, target, boundaries, port, spool)
     with open(folder / "server.log", "wb") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=os.environ | environment, start_new_session=True,
             preexec_fn=_die_with_parent if tied else None,
         )
-    server = Server(f"http://127.0.0.1:{port}", process.pid, psutil.Process(process.pid).create_time(), folder)
+    server = Server(f"http://127.0.0.1:{port}", process.pid, started_ticks(process.pid), folder)
     write_json(folder / "server.json", {"url": server.url, "pid": server.pid, "started": server.started, "command": command, "environment": environment})
     try:
         server.wait(config.server_timeout_s)
@@ -195,9 +202,9 @@ def server_up(config: Config, tied: bool = False) -> Server:
 
 
 def find_server(config: Config) -> Server | None:
-    """The server of this run if it is up: `server_url` of the profile, or the one that server.json names and that lives."""
+    """The server of this run if it is up: the (first) `server_url` of the profile, or the one that server.json names and that lives."""
     if config.server_url:
-        return Server(config.server_url.rstrip("/"))
+        return Server(config.server_url.split(",")[0].strip().rstrip("/"))
     path = config.server_dir / "server.json"
     if not path.is_file():
         return None
@@ -214,6 +221,13 @@ def need_server(config: Config) -> Server:
     if server is None:
         raise EyasError(f"run {config.run_name!r} has no server", "a running one", f"python -m eyas server up {_profile_hint(config)}")
     return server
+
+
+def need_servers(config: Config) -> list[Server]:
+    """All servers of this run: `server_url` may name several, with commas between."""
+    if "," in config.server_url:
+        return [Server(url.strip().rstrip("/")) for url in config.server_url.split(",") if url.strip()]
+    return [need_server(config)]
 
 
 def check_for_capture(status: dict, boundaries: tuple[int, ...], target: Target) -> None:

@@ -3,34 +3,58 @@
     manifest.json         what these states are, written before any of them; a run with another manifest is refused
     head.safetensors      the target's final norm and head, so that logits can be recomputed without it
     shards/*.safetensors  boundary-major and unpadded: `boundary_<b>` [S, H], `input_ids` int64 [S], `loss_mask` uint8 [S]
-    index.parquet         a row a sample: COLUMNS below
+                          (fp8 stores: `boundary_<b>` in e4m3 and `scale_<b>` float32 [S], a scale per token and boundary)
+    index.parquet         a row a sample: COLUMNS below; extracted, failed (with the reason) or pending (still to come)
     data_config.json      the summary: samples, tokens, bytes, errors, rates
 
-A shard is renamed to its final name before the index counts its samples, and the index is replaced as a whole, so a
-kill at any moment leaves a store whose index names only whole shards. An orphan shard is overwritten by the next one.
+Every sample gets its place, shard and offset, before any data is there (`plan`), from the order and the lengths alone. So a
+store that was killed, ran out of disk, lost samples and was mended ends with the very bytes of one that was left in peace. A place
+whose sample is not there holds zeros. A shard is renamed to its final name before the index counts its samples, and the index is
+replaced as a whole: a kill at any moment leaves an index that names only what is there. Each shard's metadata repeats its rows of
+the index and the index repeats the manifest, so that either can be made again (`eyas.verify`).
 """
 
-import contextlib
 import fcntl
+import json
 import shutil
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 import xxhash
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
 from eyas.errors import EyasError
-from eyas.files import read_json, write_atomic, write_json
+from eyas.files import is_sealed, read_json, seal, sha256_json, write_atomic, write_json, write_safetensors
 from eyas.target import Head
 
-FORMAT = "eyas-store-1"
+FORMAT = "eyas-store-2"
 COLUMNS = {
     "id": "string", "split": "string", "category": "string", "state": "string", "reason": "string", "shard": "string", "offset": "int64",
     "length": "int64", "loss_tok": "int64", "content_hash": "string", "truncated": "bool",
 }
+FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
+
+
+class StoreDamaged(EyasError):
+    """The manifest or the index itself is torn or altered."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One sample before it is extracted. `length_tok` 0: it will have no rows (refused before it was asked for)."""
+
+    id: str
+    split: str
+    category: str
+    length_tok: int
 
 
 @dataclass
@@ -45,26 +69,38 @@ class Rows:
     states: dict[int, torch.Tensor]
     truncated: bool = False
 
-    @property
-    def n_bytes(self) -> int:
-        return sum(t.nbytes for t in self.states.values())
+
+def to_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows [T, H] -> (e4m3 [T, H], scale float32 [T]): each token's largest value becomes the largest of e4m3."""
+    rows = rows.float()
+    scale = (rows.abs().amax(dim=1) / FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)  # [T]
+    return (rows / scale[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
 
 
-def content_hash(input_ids: torch.Tensor, loss_mask: torch.Tensor, states: dict[int, torch.Tensor]) -> str:
-    """xxh3-128 over ids, mask and the states in ascending order of boundary: finds any altered byte (not an attacker)."""
-    digest = xxhash.xxh3_128(input_ids.to(torch.int64).contiguous().numpy())
-    digest.update(loss_mask.to(torch.uint8).contiguous().numpy())
-    for b in sorted(states):
-        digest.update(states[b].contiguous().view(torch.uint8).numpy())
-    return digest.hexdigest()
+def from_fp8(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The other way, in bfloat16 [T, H]."""
+    return (rows.float() * scale[:, None]).to(torch.bfloat16)
 
 
-def head_hash(weights: dict[str, torch.Tensor]) -> str:
-    """xxh3-128 over the weights of head.safetensors, which keeps it in its metadata."""
+def content_hash(tensors: dict[str, torch.Tensor]) -> str:
+    """xxh3-128 over a sample's tensors as they are stored, by name: finds any altered byte (not an attacker)."""
     digest = xxhash.xxh3_128()
-    for name in sorted(weights):
-        digest.update(weights[name].contiguous().view(torch.uint8).numpy())
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def tensor_names(boundaries: tuple[int, ...], dtype: str) -> list[str]:
+    """The tensors of a shard."""
+    names = ["input_ids", "loss_mask"] + [f"boundary_{b}" for b in boundaries]
+    return names + [f"scale_{b}" for b in boundaries] if dtype == "float8_e4m3fn" else names
+
+
+def token_bytes(n_boundaries: int, hidden_size: int, dtype: str) -> int:
+    """Bytes of one token in a store: states, id and mask."""
+    fp8 = dtype == "float8_e4m3fn"
+    return n_boundaries * (hidden_size * getattr(torch, dtype).itemsize + 4 * fp8) + 8 + 1
 
 
 class Store:
@@ -78,15 +114,24 @@ class Store:
 
     @classmethod
     def open(cls, folder: Path) -> "Store":
-        """EyasError when there is no store."""
+        """EyasError when there is no store, StoreDamaged when its manifest or index is torn or altered."""
         folder = Path(folder)
         if not (folder / "manifest.json").is_file():
             raise EyasError(f"no store at {folder.name!r} of run {folder.parent.name!r}", "a folder with manifest.json", "python -m eyas extract --profile demo")
-        manifest = read_json(folder / "manifest.json")
+        manifest = read_manifest(folder)
         if manifest.get("format") != FORMAT:
             raise EyasError(f"the store's format is {manifest.get('format')!r}", FORMAT, "extract it again with this version")
-        index = pd.read_parquet(folder / "index.parquet") if (folder / "index.parquet").is_file() else _empty_index()
-        return cls(folder, manifest, index)
+        return cls(folder, manifest, read_index(folder)[0])
+
+    @property
+    def token_bytes(self) -> int:
+        return token_bytes(len(self.boundaries), self.manifest["hidden_size"], self.manifest["dtype"])
+
+    @property
+    def identity(self) -> str:
+        """One hash for what the store is and holds: its manifest and its extracted samples, whatever their order."""
+        done = self.index[self.index["state"] == "extracted"]
+        return sha256_json([self.manifest, sorted(zip(done["id"], done["content_hash"]))])
 
     def samples(self, split: str | None = None) -> list[str]:
         """Ids of the extracted samples, in index order."""
@@ -99,25 +144,31 @@ class Store:
         return self.index.iloc[self._row[id]]
 
     def read(self, id: str, boundaries: tuple[int, ...] | None = None) -> dict:
-        """{"input_ids": int64 [T], "loss_mask": bool [T], "states": {b: [T, H]}}; only these bytes are read (memory map)."""
+        """{"input_ids": int64 [T], "loss_mask": bool [T], "states": {b: [T, H]}}; only these bytes are read (memory map). fp8 comes as bfloat16."""
         row = self.row(id)
         if row["state"] != "extracted":
             raise EyasError(f"sample {id!r} was not extracted ({row['state']}: {row['reason']})", "", "python -m eyas extract")
         missing = set(boundaries or ()) - set(self.boundaries)
         if missing:
             raise EyasError(f"the store has boundaries {list(self.boundaries)}, not {sorted(missing)}", "", "python -m eyas extract -p boundaries '[...]'")
+        boundaries = self.boundaries if boundaries is None else boundaries
+        stored = self.stored(row, boundaries)
+        mask = stored["loss_mask"]  # [T]
+        if len(mask) and mask.max() > 1:
+            raise ValueError(f"the loss mask of {id} holds {int(mask.max())}")
+        states = {b: stored[f"boundary_{b}"] for b in boundaries}  # [T, H] each
+        if self.manifest["dtype"] == "float8_e4m3fn":
+            states = {b: from_fp8(rows, stored[f"scale_{b}"]) for b, rows in states.items()}
+        return {"input_ids": stored["input_ids"], "loss_mask": mask.bool(), "states": states}
+
+    def stored(self, row, boundaries: tuple[int, ...] | None = None) -> dict[str, torch.Tensor]:
+        """The tensors of an index row as they lie in its shard."""
         shard = self._shards.get(row["shard"])
         if shard is None:
             shard = self._shards[row["shard"]] = safe_open(self.folder / "shards" / row["shard"], framework="pt")
         span = slice(int(row["offset"]), int(row["offset"] + row["length"]))
-        mask = shard.get_slice("loss_mask")[span]  # [T]
-        if len(mask) and mask.max() > 1:
-            raise ValueError(f"the loss mask of {id} holds {int(mask.max())}")
-        return {
-            "input_ids": shard.get_slice("input_ids")[span],  # [T]
-            "loss_mask": mask.bool(),  # [T]
-            "states": {b: shard.get_slice(f"boundary_{b}")[span] for b in (self.boundaries if boundaries is None else boundaries)},  # [T, H] each
-        }
+        names = tensor_names(self.boundaries if boundaries is None else boundaries, self.manifest["dtype"])
+        return {name: shard.get_slice(name)[span] for name in names}
 
     def head(self) -> Head:
         weights = load_file(self.folder / "head.safetensors")
@@ -130,81 +181,171 @@ class Store:
 
 
 class StoreWriter:
-    """Adds samples to a store. One writer at a time (a lock file, gone with its process)."""
+    """Adds samples to a store. One writer at a time (a lock file, gone with its process).
+
+    Shards are written in a thread of their own, one at a time, so that the next one is filled meanwhile; an error there comes out of the next
+    call (OSError when the disk is full).
+    """
 
     def __init__(self, folder: Path, manifest: dict, head: Head, shard_bytes: int):
         self.folder, self.shard_bytes = Path(folder), shard_bytes
-        (self.folder / "shards").mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.folder / ".lock", "w")
+        self._lock_file = lock_store(self.folder)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise EyasError(f"another process is writing to the store of run {self.folder.parent.name!r}", "one writer", "wait for it, or end it") from None
-        manifest = {"format": FORMAT, **manifest}
+            self._open(manifest, head)
+        except BaseException:
+            self._lock_file.close()
+            raise
+
+    def _open(self, manifest: dict, head: Head) -> None:
+        for folder in (self.folder, self.folder / "shards"):  # hidden files are of a writer that was killed
+            for leftover in folder.glob(".*"):
+                if leftover.name != ".lock":
+                    leftover.unlink()
+        manifest = seal({"format": FORMAT, **manifest})
         path = self.folder / "manifest.json"
         if path.is_file():
-            differs = _differences(read_json(path), manifest)
+            differs = _differences(read_manifest(self.folder), manifest)
             if differs:
                 raise EyasError(
                     f"the store of run {self.folder.parent.name!r} was made with another {', '.join(differs)}", "the same",
-                    "another run, e.g. -p run_name NAME, or remove the old store",
+                    f"another run, e.g. -p run_name NAME, or python -m eyas data rm {self.folder.parent.name}",
                 )
         else:
             write_json(path, manifest)
         if not (self.folder / "head.safetensors").is_file():
             weights = {"norm_weight": _compact(head.norm_weight), "lm_head": _compact(head.lm_head)}
-            write_atomic(self.folder / "head.safetensors", lambda p: save_file(weights, p, metadata={"content_hash": head_hash(weights)}))
-        for leftover in [*self.folder.glob(".*.tmp"), *(self.folder / "shards").glob(".*.tmp")]:  # of a writer that was killed
-            leftover.unlink()
+            write_safetensors(self.folder / "head.safetensors", weights, {"content_hash": content_hash(weights)})
         self.store = Store.open(self.folder)
+        self._fp8 = manifest["dtype"] == "float8_e4m3fn"
+        self._columns = index_columns(manifest)
         self._index = {row["id"]: row for row in self.store.index.to_dict("records")}
-        self._open: list[Rows] = []
-        used = [int(row["shard"].split(".")[0]) for row in self._index.values() if row["shard"]]
-        self._next_shard = max(used, default=-1) + 1
+        self._lock = threading.Lock()  # of _index, which the writing thread changes
+        self._members: dict[str, list[str]] = {}  # shard -> its samples, by offset
+        for row in self._index.values():
+            if row["shard"]:
+                self._members.setdefault(row["shard"], []).append(row["id"])
+        for ids in self._members.values():
+            ids.sort(key=lambda id: self._index[id]["offset"])
+        self._awaited: dict[str, set[str]] = {}  # shard -> samples that this run will still add or fail
+        self._held: dict[str, dict[str, dict]] = {}  # shard -> id -> what is to be written
+        self._thread = ThreadPoolExecutor(1, "eyas-store")
+        self._writing: Future | None = None
 
     @property
     def extracted(self) -> set[str]:
-        return {id for id, row in self._index.items() if row["state"] == "extracted"}
+        with self._lock:
+            return {id for id, row in self._index.items() if row["state"] == "extracted"}
 
-    def add(self, rows: Rows) -> bool:
-        """True when this closed a shard, i.e. everything added so far is now counted and survives a kill."""
-        self._open.append(rows)
-        if sum(r.n_bytes for r in self._open) >= self.shard_bytes:
-            self.flush()
-            return True
-        return False
+    def plan(self, samples: list[Planned], retry_failed: bool = False) -> list[str]:
+        """Give each new sample its place and say so in the index. Ids that this run has to `add` or `fail`, in order."""
+        per_token = self.store.token_bytes
+        numbers = [int(name.split(".")[0]) for name in self._members]
+        shard, filled = None, 0
+        for sample in samples:
+            row = self._index.get(sample.id)
+            if row is not None and row["length"] not in (0, sample.length_tok):
+                raise EyasError(f"sample {sample.id!r} has {sample.length_tok} tokens, the store planned {row['length']}", "the same prompt set and template", "another run: -p run_name NAME")
+            if row is not None and (row["shard"] or not sample.length_tok):
+                continue
+            place = {"shard": "", "offset": 0, "length": 0}
+            if sample.length_tok:
+                if shard is None or filled * per_token >= self.shard_bytes:
+                    numbers.append(max(numbers, default=-1) + 1)
+                    shard, filled = f"{numbers[-1]:06d}.safetensors", 0
+                    self._members[shard] = []
+                place = {"shard": shard, "offset": filled, "length": sample.length_tok}
+                self._members[shard].append(sample.id)
+                filled += sample.length_tok
+            self._index[sample.id] = _index_row(self._columns, id=sample.id, split=sample.split, category=sample.category, state="pending", **place)
+        wanted = ("pending", "failed") if retry_failed else ("pending",)
+        todo = [s.id for s in samples if self._index[s.id]["state"] in wanted]
+        for id in todo:
+            self._awaited.setdefault(self._index[id]["shard"], set()).add(id)
+        self._write_index()
+        return todo
 
-    def fail(self, id: str, split: str, category: str, reason: str) -> None:
-        self._index[id] = _index_row(id=id, split=split, category=category, state="failed", reason=reason)
+    def add(self, rows: Rows) -> None:
+        """A planned sample. Its shard is written when all of its samples that this run tries have come."""
+        row = self._index[rows.id]
+        if not len(rows.input_ids) == row["length"] > 0:
+            raise ValueError(f"{rows.id} has {len(rows.input_ids)} tokens, planned were {row['length']}")
+        stored = {"input_ids": rows.input_ids.to(torch.int64), "loss_mask": rows.loss_mask.to(torch.uint8)}  # [T] each
+        found = {"state": "extracted", "reason": "", "loss_tok": int(rows.loss_mask.sum()), "truncated": rows.truncated}
+        for b in self.store.boundaries:
+            states = rows.states[b]  # [T, H]
+            if self._fp8:
+                stored[f"boundary_{b}"], stored[f"scale_{b}"] = to_fp8(states)
+                error = from_fp8(stored[f"boundary_{b}"], stored[f"scale_{b}"]).float() - states.float()
+                found[f"fp8_error_{b}"] = float((error.norm(dim=1) / states.float().norm(dim=1).clamp(min=1e-30)).median())
+            else:
+                stored[f"boundary_{b}"] = states
+        found["content_hash"] = content_hash(stored)
+        self._held.setdefault(row["shard"], {})[rows.id] = {"tensors": stored, "row": found}
+        self._settle(row["shard"], rows.id)
 
-    def mark_damaged(self, damaged: dict[str, str]) -> None:
-        """Sample id -> what is wrong with it, so that the next extraction makes just these again."""
-        for id, reason in damaged.items():
-            self._index[id] |= {"state": "failed", "reason": reason}
-        self.flush()
+    def fail(self, id: str, reason: str, again: bool = False) -> None:
+        """A planned sample that can't be had. `again`: the fault was not its own, the same command tries it again."""
+        with self._lock:
+            self._index[id] |= {"state": "pending" if again else "failed", "reason": reason}
+        self._settle(self._index[id]["shard"], id)
+
+    def _settle(self, shard: str, id: str) -> None:
+        awaited = self._awaited.get(shard, set())
+        awaited.discard(id)
+        if not awaited and shard in self._held:
+            self._submit(shard)
+
+    def _submit(self, shard: str) -> None:
+        self._wait()
+        self._writing = self._thread.submit(self._write_shard, shard, self._held.pop(shard))
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+
+    def _write_shard(self, shard: str, held: dict[str, dict]) -> None:
+        """Data first, then the index that counts it. What the shard has already stays, what it lacks is zeros."""
+        names = tensor_names(self.store.boundaries, self.store.manifest["dtype"])
+        with self._lock:
+            rows = [dict(self._index[id]) for id in self._members[shard]]
+        pieces = {name: [] for name in names}
+        old = Store(self.folder, self.store.manifest, self.store.index)
+        for row in rows:
+            if row["id"] in held:
+                row |= held[row["id"]]["row"]
+                tensors = held[row["id"]]["tensors"]
+            else:
+                tensors = _kept(old, row)
+            for name in names:
+                pieces[name].append(tensors[name] if tensors else self._zeros(name, row["length"]))
+        place = ("id", "split", "category", "shard", "offset", "length")
+        described = [row if row["state"] == "extracted" else _index_row(self._columns, state="pending", **{name: row[name] for name in place}) for row in rows]
+        write_safetensors(self.folder / "shards" / shard, pieces, {"rows": json.dumps(described, separators=(",", ":"))})
+        with self._lock:
+            for row in rows:
+                self._index[row["id"]] = row
+        self._write_index()
+
+    def _zeros(self, name: str, length: int) -> torch.Tensor:
+        if name == "input_ids":
+            return torch.zeros(length, dtype=torch.int64)
+        if name == "loss_mask":
+            return torch.zeros(length, dtype=torch.uint8)
+        if name.startswith("scale_"):
+            return torch.zeros(length, dtype=torch.float32)
+        return torch.zeros(length, self.store.manifest["hidden_size"], dtype=getattr(torch, self.store.manifest["dtype"]))
+
+    def _write_index(self) -> None:
+        with self._lock:
+            rows = list(self._index.values())
+        write_index(self.folder, rows, self.store.manifest)
 
     def flush(self) -> None:
-        """Close the open shard: data first, then the index that counts it."""
-        if self._open:
-            name = f"{self._next_shard:06d}.safetensors"
-            tensors = {
-                "input_ids": torch.cat([r.input_ids.to(torch.int64) for r in self._open]),  # [S]
-                "loss_mask": torch.cat([r.loss_mask.to(torch.uint8) for r in self._open]),  # [S]
-            }
-            for b in self.store.boundaries:
-                tensors[f"boundary_{b}"] = torch.cat([r.states[b] for r in self._open])  # [S, H]
-            write_atomic(self.folder / "shards" / name, lambda p: save_file(tensors, p))
-            offset = 0
-            for r in self._open:
-                self._index[r.id] = _index_row(
-                    id=r.id, split=r.split, category=r.category, state="extracted", shard=name, offset=offset, length=len(r.input_ids),
-                    loss_tok=int(r.loss_mask.sum()), content_hash=content_hash(r.input_ids, r.loss_mask, r.states), truncated=r.truncated,
-                )
-                offset += len(r.input_ids)
-            self._open = []
-            self._next_shard += 1
-        index = pd.DataFrame(list(self._index.values()), columns=list(COLUMNS)).astype(COLUMNS)
-        write_atomic(self.folder / "index.parquet", lambda p: index.to_parquet(p, index=False))
+        """Write what is held, also shards that are not complete yet; afterwards all of it is counted and survives a kill."""
+        for shard in list(self._held):
+            self._submit(shard)
+        self._wait()
+        self._write_index()
 
     def close(self) -> Store:
         self.flush()
@@ -212,8 +353,68 @@ class StoreWriter:
         return Store.open(self.folder)
 
     def release(self) -> None:
-        with contextlib.suppress(OSError):
-            self._lock.close()
+        """Give the lock back, whatever state this is in."""
+        self._thread.shutdown(wait=True)
+        self._lock_file.close()
+
+
+def lock_store(folder: Path) -> IO:
+    """The open lock file of a store, whose folder is made; closing it, or dying, gives it back. EyasError: held by another, or not writable."""
+    folder = Path(folder)
+    try:
+        (folder / "shards").mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "w")
+    except OSError as error:
+        raise EyasError(f"the store of run {folder.parent.name!r} can't be written: {error.strerror}", "a folder that can be written", "set EYAS_DATA to one") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise EyasError(f"another process is writing to the store of run {folder.parent.name!r}", "one writer", "wait for it, or end it") from None
+    return file
+
+
+def read_manifest(folder: Path) -> dict:
+    """StoreDamaged when it is not what was written."""
+    try:
+        manifest = read_json(Path(folder) / "manifest.json")
+    except (ValueError, OSError):
+        manifest = None
+    if not is_sealed(manifest):
+        if isinstance(manifest, dict) and manifest.get("format") == "eyas-store-1":
+            return manifest  # which had no seal; Store.open refuses it by its name
+        raise StoreDamaged(f"manifest.json of run {Path(folder).parent.name!r} is torn or altered", "as it was written", "python -m eyas verify --repair")
+    return manifest
+
+
+def index_columns(manifest: dict) -> dict[str, str]:
+    """COLUMNS, and for fp8 the error of each boundary: median over the sample's tokens of |dequantised - exact| / |exact|."""
+    return COLUMNS | ({f"fp8_error_{b}": "float64" for b in manifest["boundaries"]} if manifest["dtype"] == "float8_e4m3fn" else {})
+
+
+def write_index(folder: Path, rows: list[dict], manifest: dict) -> None:
+    """index.parquet, with a hash of its rows and a copy of the manifest in its metadata."""
+    columns = index_columns(manifest)
+    frame = pd.DataFrame(rows, columns=list(columns)).astype(columns)
+    table = pa.Table.from_pandas(frame, preserve_index=False)
+    table = table.replace_schema_metadata({**(table.schema.metadata or {}), b"eyas": json.dumps({"rows": _rows_hash(frame), "manifest": manifest}).encode()})
+    write_atomic(Path(folder) / "index.parquet", lambda p: pq.write_table(table, p))
+
+
+def read_index(folder: Path) -> tuple[pd.DataFrame, dict | None]:
+    """(rows, copy of the manifest); no rows where there is no index yet. StoreDamaged when it is not what was written."""
+    path = Path(folder) / "index.parquet"
+    if not path.is_file():
+        return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in COLUMNS.items()}), None
+    try:
+        table = pq.read_table(path)
+        frame, written = table.to_pandas(), json.loads(table.schema.metadata[b"eyas"])
+        whole = written["rows"] == _rows_hash(frame)
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, UnicodeError, OverflowError, MemoryError):
+        whole = False
+    if not whole:
+        raise StoreDamaged(f"index.parquet of run {Path(folder).parent.name!r} is torn or altered", "as it was written", "python -m eyas verify --repair")
+    return frame, written["manifest"]
 
 
 def free_bytes(folder: Path) -> int:
@@ -223,12 +424,27 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _index_row(**values) -> dict:
-    return {"reason": "", "shard": "", "offset": 0, "length": 0, "loss_tok": 0, "content_hash": "", "truncated": False} | values
+def _rows_hash(frame: pd.DataFrame) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(frame.to_dict("split", index=False), separators=(",", ":")).encode())
 
 
-def _empty_index() -> pd.DataFrame:
-    return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in COLUMNS.items()})
+def _kept(store: Store, row: dict) -> dict[str, torch.Tensor] | None:
+    """What a shard that is written anew keeps of a sample; a damaged one is marked, to be made again."""
+    if row["state"] != "extracted":
+        return None
+    try:
+        tensors = store.stored(row)
+        if content_hash(tensors) == row["content_hash"]:
+            return tensors
+    except (SafetensorError, OSError, ValueError, RuntimeError):
+        pass
+    row |= {"state": "pending", "reason": "damaged"}
+    return None
+
+
+def _index_row(columns: dict[str, str], **values) -> dict:
+    empty = {"string": "", "int64": 0, "float64": float("nan"), "bool": False}
+    return {name: empty[kind] for name, kind in columns.items()} | values
 
 
 def _compact(weight: torch.Tensor) -> torch.Tensor:
@@ -240,7 +456,8 @@ def _compact(weight: torch.Tensor) -> torch.Tensor:
 def _differences(old, new, prefix: str = "") -> list[str]:
     """Dotted names of the fields that differ."""
     if isinstance(old, dict) and isinstance(new, dict):
-        return [name for key in sorted({*old, *new}) for name in _differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)]
+        keys = sorted({*old, *new} - {"content_hash"})
+        return [name for key in keys for name in _differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)]
     return [] if old == new else [f"{prefix} ({_short(old)}, now {_short(new)})"]
 
 

@@ -34,7 +34,7 @@ import torch
 from eyas.config import Config
 from eyas.drafter import Drafter, DrafterConfig, initial_drafter, save_drafter
 from eyas.errors import EyasError
-from eyas.files import sha256_json, write_atomic
+from eyas.files import write_atomic
 from eyas.progress import Progress
 from eyas.target import Head, Target
 from eyas.vocab import DraftVocab, choose_vocab, count_tokens, coverage
@@ -269,7 +269,7 @@ class Training:
         self.steps = plan(dict(zip(trainable["id"], trainable["length"].astype(int))), config.epochs, config.batch_tok, config.seed)
         self.identity = {
             "drafter": dataclasses.asdict(shape) | {"boundaries": list(shape.boundaries)},
-            "store": sha256_json([store.manifest, sorted(zip(rows["id"], rows["content_hash"]))]),
+            "store": store.identity,
             "settings": {name: list(value) if isinstance(value := getattr(config, name), tuple) else value for name in SETTINGS},
         }
         self.drafter = initial_drafter(shape, vocab, target, config.seed)

@@ -1,27 +1,37 @@
-"""Is a store complete and whole? `python -m eyas verify --profile P` reads every byte back; `--mend` has the damaged samples made again.
+"""Is a store complete and whole? `python -m eyas verify --profile P` reads every byte back; `--repair` has just what is broken made again.
 
-Whether it is the *right thing* (serving's own states) is another question: see eyas.parity when it is there.
+Whether it is the *right thing* (serving's own states) is another question: `python -m eyas parity`.
+
+What finds an altered byte: manifest.json and data_config.json carry a hash of their content, index.parquet a hash of its rows, each row the
+content hash of its sample, each shard its rows of the index. A change that leaves all of them as they are is harmless by construction: it
+is in white space of a JSON file, in bytes of the Parquet file that no value comes from, or in the zeros of a place whose sample is not there.
 """
 
+import json
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
 from safetensors import SafetensorError, safe_open
 
-from eyas.files import read_json
+from eyas.errors import EyasError
+from eyas.extract import counted, write_data_config
+from eyas.files import is_sealed, read_json, write_json
 from eyas.progress import Progress
 from eyas.prompts import PromptSet, encode, template_hash, tokenizer_hash
-from eyas.store import Store, StoreWriter, content_hash, head_hash
+from eyas.store import Store, StoreDamaged, content_hash, index_columns, lock_store, read_index, read_manifest, tensor_names, write_index
 
 
 @dataclass
 class VerifyReport:
-    """`checks`: (name, ok, detail), in the order in which they were made. `damaged`: sample id -> what is wrong with it."""
+    """`checks`: (name, ok, detail), in the order in which they were made. `damaged`: sample id -> what is wrong with it. `extra`: files that are not the store's."""
 
     checks: list[tuple[str, bool, str]] = field(default_factory=list)
     damaged: dict[str, str] = field(default_factory=dict)
+    extra: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -38,28 +48,49 @@ class VerifyReport:
         return "\n".join(lines)
 
 
-def verify(store: Store, prompts: PromptSet | None = None, tokenizer=None) -> VerifyReport:
-    """Read everything back. With the prompt set and the tokenizer, token ids and masks are compared with what they should be."""
+def verify(folder: Path, prompts: PromptSet | None = None, tokenizer=None, deep: bool = True) -> VerifyReport:
+    """Read everything back; not `deep`: sizes and headers only. With the prompt set and the tokenizer, ids and masks are compared with what they should be.
+
+    The report is kept beside the store, as verification.json. EyasError when there is no store.
+    """
     report = VerifyReport()
+    try:
+        store = Store.open(folder)
+    except StoreDamaged as error:
+        report.checks.append((error.found.split(" ")[0], False, error.found))
+        _keep(Path(folder), report, deep)
+        return report
     index = store.index
     done = index[index["state"] == "extracted"]
-    failed = int((index["state"] == "failed").sum())
+    states = index["state"].value_counts()
     doubled = sorted(set(index.loc[index["id"].duplicated(), "id"]))
-    report.checks.append(("index", not doubled, f"{len(done)} extracted + {failed} failed = {len(index)} rows" + (f"; doubled: {doubled[:3]}" if doubled else "")))
+    detail = " + ".join(f"{states.get(state, 0)} {state}" for state in ("extracted", "failed", "pending")) + f" = {len(index)} rows"
+    report.checks.append(("index", not doubled, detail + (f"; doubled: {doubled[:3]}" if doubled else "")))
     _check_head(store, report)
     expected = _expected(store, prompts, tokenizer, report)
-    _read_samples(store, done, expected, report)
+    if deep:
+        _read_samples(store, done, expected, report)
+    _check_shards(store, index, report)
     bad = len(report.damaged)
-    report.checks.append(("samples", not bad, f"{len(done) - bad} of {len(done)} whole: shapes, dtype, finite, ids and mask, content hash"))
-    _check_counts(store, done, failed, report)
+    what = "shapes, dtype, finite, ids and mask, content hash" if deep else "sizes and headers only"
+    report.checks.append(("samples", not bad, f"{len(done) - bad} of {len(done)} whole: {what}"))
+    _check_counts(store, report)
+    _keep(store.folder, report, deep)
     return report
 
 
+def _keep(folder: Path, report: VerifyReport, deep: bool) -> None:
+    checks = [{"check": name, "ok": bool(ok), "detail": detail} for name, ok, detail in report.checks]
+    write_json(folder / "verification.json", {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "ok": report.ok, "deep": deep, "checks": checks, "damaged": report.damaged, "extra": report.extra,
+    })
+
+
 def _expected(store: Store, prompts: PromptSet | None, tokenizer, report: VerifyReport) -> dict:
-    """id -> Sample as the prompt set has it now; the manifest must name this very prompt set and tokenizer."""
-    if prompts is None or tokenizer is None:
-        return {}
+    """id -> Sample as the prompt set has it now; the manifest must name this very prompt set and tokenizer. Nothing for an imported store."""
     manifest = store.manifest
+    if prompts is None or tokenizer is None or manifest["prompts"]["hash"] is None:
+        return {}
     for name, was, now in (
         ("prompt set", manifest["prompts"]["hash"], prompts.hash),
         ("tokenizer", manifest["tokenizer_hash"], tokenizer_hash(tokenizer)),
@@ -71,39 +102,40 @@ def _expected(store: Store, prompts: PromptSet | None, tokenizer, report: Verify
 
 
 def _read_samples(store: Store, done: pd.DataFrame, expected: dict, report: VerifyReport) -> None:
-    dtype, width = getattr(torch, store.manifest["dtype"]), store.manifest["hidden_size"]
     with Progress(total=len(done)) as progress:
         for row in done.to_dict("records"):
             id = row["id"]
             try:
-                sample = store.read(id)
+                what = _wrong(store, row, expected.get(id))
             except (SafetensorError, OSError, ValueError, IndexError, RuntimeError) as error:
-                report.damaged[id] = f"{row['shard']} cannot be read: {type(error).__name__}"
-                progress.update(errors=1)
-                continue
-            what = _wrong(sample, row, expected.get(id), dtype, width)
+                what = f"{row['shard']} cannot be read: {type(error).__name__}"
             if expected and id not in expected:
                 what = "not in the prompt set"
             if what:
                 report.damaged[id] = what
-            progress.update(samples=1, tok=row["length"], bytes=sum(t.nbytes for t in sample["states"].values()))
+                progress.update(errors=1)
+            else:
+                progress.update(samples=1, tok=row["length"], bytes=row["length"] * store.token_bytes)
 
 
-def _wrong(sample: dict, row: dict, expected, dtype: torch.dtype, width: int) -> str:
+def _wrong(store: Store, row: dict, expected) -> str:
     """The first thing that is wrong with a sample, or nothing."""
-    ids, mask, states = sample["input_ids"], sample["loss_mask"], sample["states"]
+    dtype, width = getattr(torch, store.manifest["dtype"]), store.manifest["hidden_size"]
+    stored = store.stored(row)
+    ids, mask = stored["input_ids"], stored["loss_mask"]
     if len(ids) != row["length"]:
         return f"{len(ids)} tokens, the index says {row['length']}"
-    for b, rows in states.items():
+    for b in store.boundaries:
+        rows = stored[f"boundary_{b}"]
         if tuple(rows.shape) != (row["length"], width) or rows.dtype != dtype:
             return f"boundary {b} is {tuple(rows.shape)} {rows.dtype}"
-        if not torch.isfinite(rows).all():
+        if not torch.isfinite(rows.float()).all():
             return f"boundary {b} holds NaN or Inf"
-    if content_hash(ids, mask, states) != row["content_hash"]:
+    if content_hash(stored) != row["content_hash"]:
         return "altered: the content hash differs from the index"
     if int(mask.sum()) != row["loss_tok"]:
         return "the loss mask differs from the index"
-    if expected is not None and not (np.array_equal(ids.numpy(), expected.input_ids) and np.array_equal(mask.numpy(), expected.loss_mask)):
+    if expected is not None and not (np.array_equal(ids.numpy(), expected.input_ids) and np.array_equal(mask.numpy().astype(bool), expected.loss_mask)):
         return "token ids or loss mask differ from the prompt set"
     return ""
 
@@ -111,39 +143,108 @@ def _wrong(sample: dict, row: dict, expected, dtype: torch.dtype, width: int) ->
 def _check_head(store: Store, report: VerifyReport) -> None:
     try:
         with safe_open(store.folder / "head.safetensors", framework="pt") as file:
-            recorded = (file.metadata() or {}).get("content_hash")
-            whole = recorded == head_hash({name: file.get_tensor(name) for name in file.keys()})
+            whole = (file.metadata() or {}).get("content_hash") == content_hash({name: file.get_tensor(name) for name in file.keys()})
     except (SafetensorError, OSError, ValueError):
         whole = False
-    report.checks.append(("head", whole, "final norm and head as written" if whole else "torn or altered: remove head.safetensors, then python -m eyas extract writes it again"))
+    report.checks.append(("head", whole, "final norm and head as written" if whole else "torn or altered: --repair has it written again"))
 
 
-def _check_counts(store: Store, done: pd.DataFrame, failed: int, report: VerifyReport) -> None:
-    config = read_json(store.folder / "data_config.json") if (store.folder / "data_config.json").is_file() else {}
-    want = {"total_samples": len(done), "total_tokens": int(done["length"].sum()), "loss_tokens": int(done["loss_tok"].sum()), "errors": failed, "bytes": store.n_bytes}
-    wrong = [f"{name} is {config.get(name)}, should be {value}" for name, value in want.items() if config.get(name) != value]
-    report.checks.append(("data_config.json", not wrong, "; ".join(wrong) or f"{want['total_samples']} samples, {want['total_tokens']:,} tokens, {want['bytes']:,} bytes"))
-    row_bytes = len(store.boundaries) * store.manifest["hidden_size"] * torch.empty(0, dtype=getattr(torch, store.manifest["dtype"])).element_size() + 8 + 1
-    used = set(done["shard"])
-    counted = int(done["length"].sum()) * row_bytes
-    dead = stored = 0
-    for path in sorted((store.folder / "shards").glob("*.safetensors")):
+def _check_shards(store: Store, index: pd.DataFrame, report: VerifyReport) -> None:
+    """Each shard has the length that the plan gave it and says of itself what the index says; no file is there that nobody planned."""
+    names, width = tensor_names(store.boundaries, store.manifest["dtype"]), store.manifest["hidden_size"]
+    counted_bytes = stored_bytes = 0
+    for name, rows in index[index["shard"] != ""].groupby("shard", sort=True):
+        path, done = store.folder / "shards" / name, rows[rows["state"] == "extracted"]
+        counted_bytes += int(done["length"].sum()) * store.token_bytes
+        if not len(done):
+            continue
+        tokens, what = int(rows["length"].sum()), ""
         try:
             with safe_open(path, framework="pt") as shard:
-                tokens = shard.get_slice("input_ids").get_shape()[0]
-        except (SafetensorError, OSError):
-            continue  # its samples are in `damaged`
-        stored += tokens * row_bytes
-        if path.name not in used:
-            dead += 1
-    ok = stored >= counted
-    report.checks.append(("bytes on disk", ok, f"{counted:,} of {stored:,} tensor bytes are counted by the index" + (f"; {dead} shard(s) with none" if dead else "")))
+                shapes = {key: shard.get_slice(key).get_shape() for key in shard.keys()}
+                described = [row for row in json.loads((shard.metadata() or {})["rows"]) if row["state"] == "extracted"]
+            if shapes != {key: [tokens, width] if key.startswith("boundary_") else [tokens] for key in names}:
+                what = "has other tensors than the index says"
+            elif described != json.loads(json.dumps(done.to_dict("records"))):
+                what = "says other things of its samples than the index"
+            stored_bytes += path.stat().st_size
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            what = f"cannot be read: {type(error).__name__}"
+        if what:
+            report.damaged.update({id: f"{name} {what}" for id in done["id"] if id not in report.damaged})
+    planned = set(index["shard"])
+    report.extra = sorted(path.name for path in (store.folder / "shards").iterdir() if path.name not in planned)
+    detail = f"{counted_bytes:,} bytes of samples in {stored_bytes:,} bytes of shards"
+    report.checks.append(("files", not report.extra, detail + (f"; not the store's: {', '.join(report.extra[:5])}" if report.extra else "")))
 
 
-def mend(store: Store, report: VerifyReport) -> None:
-    """Mark the damaged samples as failed, so that the next `extract` makes just these again."""
-    writer = StoreWriter(store.folder, {k: v for k, v in store.manifest.items() if k != "format"}, store.head(), shard_bytes=1)
+def _check_counts(store: Store, report: VerifyReport) -> None:
+    path, want = store.folder / "data_config.json", counted(store)
     try:
-        writer.mark_damaged(report.damaged)
-    finally:
-        writer.release()
+        config = read_json(path) if path.is_file() else {}
+    except ValueError:
+        config = {}
+    wrong = [f"{name} is {config.get(name)}, should be {value}" for name, value in want.items() if config.get(name) != value]
+    if not wrong and not is_sealed(config):
+        wrong = ["altered"]
+    report.checks.append(("data_config.json", not wrong, "; ".join(wrong) or f"{want['total_samples']} samples, {want['total_tokens']:,} tokens, {want['bytes']:,} bytes"))
+
+
+def repair(folder: Path, report: VerifyReport) -> list[str]:
+    """Put right what can be from the store itself, and mark the rest so that the next `extract` makes just that again. What was done, a line each.
+
+    A manifest comes back from the index, an index from its shards, data_config.json from both. EyasError when manifest and index are both lost.
+    """
+    with lock_store(folder):
+        return _repair(Path(folder), report)
+
+
+def _repair(folder: Path, report: VerifyReport) -> list[str]:
+    done = []
+    try:
+        manifest = read_manifest(folder)
+    except StoreDamaged:
+        try:
+            manifest = read_index(folder)[1]
+        except StoreDamaged:
+            manifest = None
+        if manifest is None:
+            raise EyasError("manifest.json and index.parquet are both torn or altered", "one of them whole", f"python -m eyas data rm {folder.parent.name}, then extract again") from None
+        write_json(folder / "manifest.json", manifest)
+        done.append("manifest.json: written again from the index")
+    try:
+        read_index(folder)
+    except StoreDamaged:
+        rows = _rows_of_shards(folder, manifest)
+        write_index(folder, rows, manifest)
+        done.append(f"index.parquet: made again from the shards, {len(rows)} samples")
+    for name in report.extra:
+        (folder / "shards" / name).unlink(missing_ok=True)
+        done.append(f"{name}: removed, nobody planned it")
+    if any(name == "head" and not ok for name, ok, _ in report.checks):
+        (folder / "head.safetensors").unlink(missing_ok=True)
+        done.append("head.safetensors: removed, extract writes it again")
+    store = Store.open(folder)
+    if report.damaged:
+        rows = store.index.to_dict("records")
+        for row in rows:
+            if row["id"] in report.damaged:
+                row |= {"state": "pending", "reason": report.damaged[row["id"]]}
+        write_index(folder, rows, manifest)
+        done.append(f"{len(report.damaged)} samples: marked, extract makes just these again")
+        store = Store.open(folder)
+    config = read_json(folder / "data_config.json") if (folder / "data_config.json").is_file() else {}
+    write_data_config(store, config.get("last_run", {}))
+    return done
+
+
+def _rows_of_shards(folder: Path, manifest: dict) -> list[dict]:
+    rows = []
+    for path in sorted((folder / "shards").glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as shard:
+                rows += json.loads((shard.metadata() or {})["rows"])
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError):
+            continue  # its samples are planned anew, after these
+    columns = list(index_columns(manifest))
+    return [{name: row[name] for name in columns} for row in rows]

@@ -1,0 +1,289 @@
+"""The crash matrix: whatever breaks during an extraction, the same command again ends with the very bytes of an undisturbed run.
+
+Most of it is played against `faulty.FaultyServer`; test_soak.py and the slow tests here take the real server.
+"""
+
+import errno
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+import eyas.extract
+import eyas.files
+import eyas.store
+from eyas.config import Config
+from eyas.errors import EyasError
+from eyas.extract import extract
+from eyas.prompts import load_prompts
+from eyas.serve import need_servers, server_up
+from eyas.store import Store, StoreWriter
+from eyas.target import load_target
+from eyas.verify import verify
+from faulty import FaultyServer
+from tiny import make_tiny_target
+
+BOUNDARIES = (1, 2, 4)
+N_TRAIN, N_HELDOUT = 40, 8
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_target(str(make_tiny_target(tmp_path_factory.mktemp("targets") / "tiny")))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    return load_prompts(write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", N_TRAIN, N_HELDOUT))
+
+
+def write_prompts(path, n_train: int, n_heldout: int):
+    words = "the young eagle leaves its nest before it can hunt and someone has to teach it what the old bird knows".split()
+    lines = []
+    for n in range(n_train + n_heldout):
+        ask, answer = " ".join(words[(n * 7 + i) % len(words)] for i in range(3 + n % 9)), " ".join(words[(n * 3 + i) % len(words)] for i in range(4 + n % 13))
+        split = "train" if n < n_train else "heldout"
+        lines.append({"id": f"p{n:03d}", "category": "chat", "topic": f"{split}-{n % 5}", "split": split, "messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def job(data, target, prompts, tmp_path, monkeypatch):
+    """job(name, *servers, **settings) -> (config, run); run() is one `eyas extract`."""
+    monkeypatch.setattr(eyas.extract, "BACK_OFF_S", 0.01)
+
+    def make(name, *servers, **settings):
+        config = Config.create(run_name=name, target=str(target.folder), boundaries=(1, 2), train_samples=N_TRAIN, heldout_samples=N_HELDOUT, max_length=128, concurrency=4,
+                               server_url=",".join(s.url for s in servers), **settings)
+
+        def run(**options):
+            return extract(config, need_servers(config), target, prompts, **options)
+
+        return config, run
+
+    return make
+
+
+@pytest.fixture
+def serve(target, tmp_path):
+    """serve(fault, port) -> a FaultyServer, closed at the end."""
+    started = []
+
+    def start(fault=lambda n: "", port=0, spool="spool"):
+        started.append(FaultyServer(target, BOUNDARIES, tmp_path / spool, fault, port))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    """About six samples a shard."""
+    init = StoreWriter.__init__
+    monkeypatch.setattr(StoreWriter, "__init__", lambda self, folder, manifest, head, shard_bytes: init(self, folder, manifest, head, 64 * 1024))
+
+
+def bytes_of(config) -> dict[str, bytes]:
+    return {str(p.relative_to(config.store_dir)): p.read_bytes() for p in sorted(config.store_dir.rglob("*")) if p.is_file() and p.name not in ("data_config.json", "verification.json")}
+
+
+@pytest.fixture
+def undisturbed(job, serve):
+    config, run = job("undisturbed", serve())
+    assert run().extracted == N_TRAIN + N_HELDOUT
+    assert len(list((config.store_dir / "shards").iterdir())) > 4
+    return bytes_of(config)
+
+
+def whole(config, undisturbed, prompts, target, spool) -> None:
+    assert bytes_of(config) == undisturbed
+    assert verify(config.store_dir, prompts, target.tokenizer()).ok
+    assert not list(spool.iterdir())
+
+
+def adds_up(summary) -> bool:
+    return summary.asked == summary.extracted + summary.skipped + summary.failed == N_TRAIN + N_HELDOUT
+
+
+@pytest.mark.parametrize("fault", [500, 503, "cut", "torn", "late"])
+def test_every_third_request_fails_once_and_the_run_does_not(job, serve, undisturbed, prompts, target, fault):
+    server = serve(lambda n: fault if n % 3 == 0 else "")
+    config, run = job("disturbed", server)
+    summary = run()
+    if summary.failed:  # three attempts of one sample may all have been third ones
+        summary = run()
+    assert adds_up(summary) and summary.failed == 0
+    whole(config, undisturbed, prompts, target, server.spool)
+
+
+@pytest.mark.parametrize("fault, said", [(500, "HTTP 500"), ("cut", "RemoteProtocolError"), ("torn", "can't be read"), ("enospc", "No space left"), ("hang", "ReadTimeout")])
+def test_from_the_tenth_request_on_everything_fails_and_the_job_stops_with_the_reason(job, serve, undisturbed, prompts, target, fault, said, monkeypatch):
+    server = serve(lambda n: fault if n >= 10 else "")
+    config, run = job("disturbed", server, request_timeout_s=0.2 if fault == "hang" else 60.0)
+    monkeypatch.setattr(eyas.extract, "FAILURES_IN_A_ROW", 4)
+    with pytest.raises(EyasError, match=f"4 samples failed in a row.*{said}.*the same command again"):
+        run()
+    store = Store.open(config.store_dir)
+    assert 0 < len(store.samples()) < 12 and set(store.index["state"]) == {"extracted", "pending"}
+    assert not verify(config.store_dir).damaged
+    server.fault = lambda n: ""
+    assert adds_up(run())
+    whole(config, undisturbed, prompts, target, server.spool)
+
+
+def test_the_server_goes_away_and_comes_back(job, serve, undisturbed, prompts, target):
+    first = serve(lambda n: "" if n < 15 else threading.Thread(target=first.http.shutdown).start() or "cut")
+    config, run = job("disturbed", first)
+    timer = threading.Timer(0.5, first.http.server_close)
+    timer.start()
+    with pytest.raises(EyasError, match="failed in a row"):
+        run()
+    timer.join()
+    again = serve(port=int(first.url.rsplit(":", 1)[1]))
+    assert adds_up(run())
+    whole(config, undisturbed, prompts, target, again.spool)
+
+
+def test_two_servers_share_the_work_and_one_may_die(job, serve, undisturbed, prompts, target):
+    one, other = serve(), serve(spool="other-spool")
+    config, run = job("shared", one, other)
+    assert run().extracted == N_TRAIN + N_HELDOUT and min(one.served, other.served) > 8
+    whole(config, undisturbed, prompts, target, one.spool)
+    one.fault = lambda n: 500
+    config, run = job("one-dead", one, other)
+    assert run().failed == 0
+    whole(config, undisturbed, prompts, target, other.spool)
+
+
+@pytest.mark.parametrize("fault, said", [("nan", "NaN"), ("short", "rows for"), ("other", "other token ids"), (400, "HTTP 400")])
+def test_a_sample_with_a_fault_of_its_own_is_listed_and_tried_again_only_when_asked(job, serve, undisturbed, prompts, target, fault, said):
+    server = serve(lambda n: fault if n in (7, 23) else "")
+    config, run = job("disturbed", server)
+    summary = run()
+    assert adds_up(summary) and (summary.failed, summary.pending) == (2, 0)
+    assert all(said in reason for reason in summary.reasons.values()) and "--retry-failed" in str(summary)
+    again = run()
+    assert (again.extracted, again.failed) == (0, 2)
+    assert run(retry_failed=True).failed == 0
+    whole(config, undisturbed, prompts, target, server.spool)
+
+
+def test_client_killed_at_twelve_moments(job, serve, undisturbed, prompts, target):
+    server = serve(lambda n: time.sleep(0.002) or "")
+    config, run = job("disturbed", server)
+    kills = 0
+    for moment in range(12):
+        child = os.fork()
+        if not child:
+            run()
+            os._exit(0)
+        time.sleep(0.02 + 0.02 * moment)
+        os.kill(child, signal.SIGKILL)
+        kills += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        if (config.store_dir / "index.parquet").is_file():
+            assert not verify(config.store_dir).damaged
+    assert adds_up(run()) and kills >= 3
+    whole(config, undisturbed, prompts, target, server.spool)
+
+
+@pytest.mark.parametrize("what", ["shards/", "index.parquet", "manifest.json", "head.safetensors"])
+def test_the_stores_disk_is_full(job, serve, undisturbed, prompts, target, monkeypatch, what):
+    server = serve()
+    config, run = job("disturbed", server)
+    replace, left = os.replace, [2 if what in ("shards/", "index.parquet") else 0]
+
+    def full(source, goal):
+        if what in str(goal):
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, goal)
+
+    monkeypatch.setattr(eyas.files.os, "replace", full)
+    with pytest.raises(EyasError, match="writing the store failed: No space left.*the same command again"):
+        run()
+    monkeypatch.setattr(eyas.files.os, "replace", replace)
+    assert adds_up(run())
+    whole(config, undisturbed, prompts, target, server.spool)
+
+
+def test_a_store_on_a_read_only_file_system_is_said(job, serve, monkeypatch):
+    config, run = job("read-only", serve())
+    config.store_dir.mkdir(parents=True)
+    opened = open
+
+    def refuse(path, mode="r", *args, **kwargs):
+        if "w" in mode and str(path).startswith(str(config.store_dir)):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return opened(path, mode, *args, **kwargs)
+
+    monkeypatch.setattr(eyas.store, "open", refuse, raising=False)
+    with pytest.raises(EyasError, match="can't be written: Read-only file system"):
+        run()
+
+
+def test_a_clock_that_goes_backwards_changes_nothing(job, serve, undisturbed, prompts, target, monkeypatch):
+    server, now = serve(), [2e9]
+
+    def backwards():
+        now[0] -= 3600
+        return now[0]
+
+    monkeypatch.setattr(time, "time", backwards)
+    config, run = job("disturbed", server)
+    summary = run()
+    assert adds_up(summary) and 0 < summary.seconds < 600
+    whole(config, undisturbed, prompts, target, server.spool)
+
+
+def test_a_second_client_is_refused_while_the_first_one_runs(job, serve, undisturbed, prompts, target):
+    holding, go = threading.Event(), threading.Event()
+    server = serve(lambda n: (holding.set(), go.wait(30)) and "" if n == 5 else "")
+    config, run = job("disturbed", server)
+    first = threading.Thread(target=run)
+    first.start()
+    assert holding.wait(30)
+    with pytest.raises(EyasError, match="another process is writing to the store of run 'disturbed'"):
+        run()
+    go.set()
+    first.join()
+    whole(config, undisturbed, prompts, target, server.spool)
+
+
+def test_too_little_room_is_refused_with_the_numbers_or_allowed(job, serve, monkeypatch):
+    server = serve()
+    _, run = job("small", server)
+    monkeypatch.setattr("eyas.plan.free_bytes", lambda folder: 5000)
+    with pytest.raises(EyasError, match=r"has 4.88 KiB free, [\d.]+ [KM]iB will be written \(48 samples, [\d,]+ tokens\).*--anyway"):
+        run()
+    assert server.served == 0
+    assert run(anyway=True).failed == 0
+
+
+def test_servers_that_differ_are_refused(job, serve):
+    one, other = serve(), serve(spool="other-spool")
+    info = other.info
+    other.info = lambda: info() | {"dtype": "float32"}
+    with pytest.raises(EyasError, match="differ in version, dtype or flags"):
+        job("differ", one, other)[1]()
+
+
+def test_fp8_halves_the_store_and_wide_dumps_hold_what_was_asked(job, serve, target, tmp_path):
+    exact, run = job("exact", serve())
+    run()
+    small, run = job("small", serve(spool="b"), store_fp8=True)
+    run()
+    assert 0.5 < Store.open(small.store_dir).token_bytes / Store.open(exact.store_dir).token_bytes < 0.6
+    wide = FaultyServer(target, tuple(range(5)), tmp_path / "wide")
+    config, run = job("wide", wide, extra_boundaries="all")
+    run()
+    wide.close()
+    store, id = Store.open(config.store_dir), Store.open(exact.store_dir).samples()[3]
+    assert store.boundaries == (0, 1, 2, 3, 4)
+    assert store.read(id, (2,))["states"][2].equal(Store.open(exact.store_dir).read(id)["states"][2])
