@@ -1,10 +1,11 @@
 """SGLang plugin: write the residual stream of the requests that ask for it, one row per prompt token.
 
-On when EYAS_CAPTURE holds {"boundaries": [2, 15, 27, 30], "spool": "/folder"}; without it nothing is hooked.
+On when EYAS_CAPTURE holds {"boundaries": [2, 15, 27, 30], "spool": "/folder", "quota": bytes}; without it nothing is hooked.
 A request asks by `sampling_params.custom_params = {"eyas_capture": "name"}`; its answer then carries
-`meta_info.eyas_capture = [{"path": ..., "rows": T, "boundaries": [...]}]`, or `[{"error": ...}]`. The file at `path`
-is complete whenever it can be seen: safetensors, `boundary_<b>` [T, H] in the dtype that the server computed,
-and `input_ids` [T].
+`meta_info.eyas_capture = [{"path": ..., "rows": T, "boundaries": [...]}]`, or `[{"error": ...}]` ("again": true where
+the same request may succeed later). The file at `path` comes soon after, written in the background, and is complete
+whenever it can be seen: safetensors, `boundary_<b>` [T, H] in the dtype that the server computed, and `input_ids` [T].
+Should it fail to come, `/server_info` has its name and the reason under `failures`.
 
 Nothing of the installed SGLang is edited. Three functions are wrapped (HOOKS) and, once the model is loaded, a
 forward pre-hook sits on each captured block and on the final norm; it returns at once unless a request of the
@@ -16,7 +17,7 @@ import json
 import os
 import sys
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 SGLANG_VERSIONS = ("0.5.23",)
 HOOKS = {  # dotted name -> function in eyas_capture.hooks
     "sglang.srt.managers.scheduler.Scheduler.init_model_worker": "install",

@@ -4,7 +4,9 @@ import inspect
 import json
 import logging
 import os
+import queue
 import tempfile
+import threading
 from pathlib import Path
 
 import torch
@@ -13,20 +15,80 @@ from eyas_capture import SGLANG_VERSIONS, VERSION
 
 logger = logging.getLogger("eyas_capture")
 _capture: "Capture | None" = None
+FAILURES_KEPT = 256
+QUOTA_BYTES = 4 * 2**30  # of the spool, where EYAS_CAPTURE names none
+
+
+class Spool:
+    """Files for the clients, written by a thread of its own, so that the scheduler never waits for a disk.
+
+    What is queued and what lies in the folder, not yet taken by a client, is at most `quota` bytes: beyond that a request is told to come again.
+    """
+
+    def __init__(self, folder: str, quota: int):
+        self.folder, self.quota = Path(folder), quota
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.queued_bytes = 0
+        self.written = 0
+        self.failures: dict[str, str] = {}  # name -> why its file will never come
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, name="eyas-spool", daemon=True).start()
+
+    def room(self, n_bytes: int) -> bool:
+        return self.queued_bytes + self.lying_bytes() + n_bytes <= self.quota
+
+    def lying_bytes(self) -> int:
+        total = 0
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                try:
+                    total += entry.stat().st_size
+                except FileNotFoundError:  # a client has just taken it
+                    pass
+        return total
+
+    def put(self, name: str, tensors: dict[str, torch.Tensor]) -> Path:
+        """The path at which the file will be seen, complete; or `failures[name]` will say why not."""
+        with self._lock:
+            self.queued_bytes += sum(t.nbytes for t in tensors.values())
+        self._queue.put((name, tensors))
+        return self.folder / f"{name}.safetensors"
+
+    def _run(self) -> None:
+        while True:
+            name, tensors = self._queue.get()
+            try:
+                self._write(name, tensors)
+                self.written += 1
+            except Exception as error:
+                logger.exception("eyas_capture: %s", name)
+                while len(self.failures) >= FAILURES_KEPT:
+                    self.failures.pop(next(iter(self.failures)))
+                self.failures[name] = f"{type(error).__name__}: {error}"
+            with self._lock:
+                self.queued_bytes -= sum(t.nbytes for t in tensors.values())
+            del tensors
+
+    def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        from safetensors.torch import save_file
+
+        with tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=self.folder) as temporary:  # save_file has a temporary name of its own
+            save_file(tensors, Path(temporary) / "rows")
+            os.replace(Path(temporary) / "rows", self.folder / f"{name}.safetensors")
 
 
 class Capture:
     """The pre-hooks on one model, and the rows of the batch that is running."""
 
-    def __init__(self, model: torch.nn.Module, boundaries: list[int], spool: str):
+    def __init__(self, model: torch.nn.Module, boundaries: list[int], spool: Spool):
         self.layers, self.norm = find_stack(model)
         self.n_blocks = len(self.layers)
         self.boundaries = tuple(boundaries)
         if not self.boundaries or not all(0 <= b <= self.n_blocks for b in self.boundaries):
             raise RuntimeError(f"eyas_capture: boundaries {list(self.boundaries)} outside 0..{self.n_blocks} of this model")
         self.hidden_size = self.norm.weight.shape[-1]
-        self.spool = Path(spool)
-        self.spool.mkdir(parents=True, exist_ok=True)
+        self.spool = spool
         self.writes = _is_writer()
         self.armed = False
         self.rows: dict[int, torch.Tensor] = {}  # boundary -> [S, H] of the running batch
@@ -58,33 +120,29 @@ class Capture:
             hidden, residual = args[0], args[1] if len(args) > 1 else kwargs.get("residual")
             self.rows[self.n_blocks] = hidden.clone() if residual is None else hidden + residual  # [S, H]
 
-    def write(self, name: str, req, start: int, rows: int) -> dict:
-        """One file for one request; {"path", "rows", "boundaries"}, or {"error"} with nothing left behind."""
-        temporary = None
+    def hand_over(self, name: str, req, start: int, rows: int) -> dict:
+        """The rows of one request to the spool: {"path", "rows", "boundaries"}; or {"error"}, with "again" where the request is not to blame."""
         try:
             expected = len(req.origin_input_ids)
             if rows != expected:
                 raise RuntimeError(f"{rows} rows for {expected} prompt tokens: prefix cache or chunked prefill is on")
-            if not name or name != Path(name).name or name.startswith("."):
+            if not isinstance(name, str) or not name or name != Path(name).name or name.startswith("."):
                 raise RuntimeError(f"capture name {name!r} is not a plain file name")
+            parts = {f"boundary_{b}": self.rows[b][start : start + rows] for b in self.boundaries}  # [T, H] each
+            n_bytes = sum(t.nbytes for t in parts.values()) + 8 * rows
+            if n_bytes > self.spool.quota:
+                raise RuntimeError(f"{n_bytes:,} bytes of one request are more than the spool's quota of {self.spool.quota:,}")
+            if not self.spool.room(n_bytes):
+                return {"error": f"the spool is full: {self.spool.quota:,} bytes are queued or not yet taken", "again": True}
             tensors = {"input_ids": torch.tensor(list(req.origin_input_ids), dtype=torch.int64)}
-            for b in self.boundaries:
-                tensors[f"boundary_{b}"] = self.rows[b][start : start + rows].to("cpu").contiguous()
-            from safetensors.torch import save_file
-
-            handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=self.spool)
-            os.close(handle)
-            save_file(tensors, temporary)
-            path = self.spool / f"{name}.safetensors"
-            os.replace(temporary, path)
+            tensors |= {key: part.to("cpu").contiguous() for key, part in parts.items()}
+            path = self.spool.put(name, tensors)
             self.captured += 1
             return {"path": str(path), "rows": rows, "boundaries": list(self.boundaries)}
         except Exception as error:
             self.failed += 1
             logger.exception("eyas_capture: %s", name)
-            if temporary is not None:
-                Path(temporary).unlink(missing_ok=True)
-            return {"error": f"{type(error).__name__}: {error}"}
+            return {"error": f"{type(error).__name__}: {error}", "again": isinstance(error, OSError)}
 
 
 def find_stack(model: torch.nn.Module) -> tuple[torch.nn.ModuleList, torch.nn.Module]:
@@ -111,7 +169,8 @@ def install(original, scheduler, *args, **kwargs):
     global _capture
     result = original(scheduler, *args, **kwargs)
     settings = json.loads(os.environ["EYAS_CAPTURE"])
-    _capture = Capture(scheduler.tp_worker.model_runner.model, settings["boundaries"], settings["spool"])
+    spool = Spool(settings["spool"], settings.get("quota", QUOTA_BYTES))
+    _capture = Capture(scheduler.tp_worker.model_runner.model, settings["boundaries"], spool)
     logger.info("eyas_capture %s: boundaries %s of %d blocks", VERSION, list(_capture.boundaries), _capture.n_blocks)
     return result
 
@@ -132,7 +191,7 @@ def run_batch(original, scheduler, batch, *args, **kwargs):
         start = 0
         for req, name, rows in zip(batch.reqs, names, lengths, strict=True):
             if name:
-                req.customized_info = (req.customized_info or {}) | {"eyas_capture": [_capture.write(name, req, start, rows)]}
+                req.customized_info = (req.customized_info or {}) | {"eyas_capture": [_capture.hand_over(name, req, start, rows)]}
             start += rows
         return result
     finally:
@@ -150,8 +209,12 @@ def internal_state(original, scheduler, *args, **kwargs):
             "boundaries": list(_capture.boundaries),
             "n_blocks": _capture.n_blocks,
             "hidden_size": _capture.hidden_size,
-            "spool": str(_capture.spool),
+            "spool": str(_capture.spool.folder),
+            "quota": _capture.spool.quota,
+            "queued_bytes": _capture.spool.queued_bytes,
             "captured": _capture.captured,
-            "failed": _capture.failed,
+            "written": _capture.spool.written,
+            "failed": _capture.failed + len(_capture.spool.failures),
+            "failures": dict(_capture.spool.failures),
         }
     return result
