@@ -147,6 +147,7 @@ def _verify(args) -> int:
     from eyas.extract import extract
     from eyas.prompts import load_prompts
     from eyas.serve import need_servers
+    from eyas.store import Store
     from eyas.target import load_target
     from eyas.verify import repair, verify
 
@@ -157,10 +158,32 @@ def _verify(args) -> int:
     if report.ok or not args.repair:
         return 0 if report.ok else 1
     print("\n".join(repair(config.store_dir, report)))
+    if Store.open(config.store_dir).manifest["prompts"]["hash"] is None:
+        print("an imported store; next: the same python -m eyas store import again brings back just these")
+        return 1
     print(extract(config, need_servers(config), target, prompts))
     report = verify(config.store_dir, prompts, target.tokenizer())
     print(report)
     return 0 if report.ok else 1
+
+
+def _store_export(args) -> int:
+    from eyas.formats import export_store
+    from eyas.store import Store
+
+    config = _config(args)
+    print(export_store(Store.open(config.store_dir), args.format, args.out, config.boundaries, args.split))
+    return 0
+
+
+def _store_import(args) -> int:
+    from eyas.formats import import_store
+    from eyas.target import load_target
+
+    config = _config(args)
+    imported = import_store(config, load_target(config.target), args.format, args.source, args.norm, args.heldout_every)
+    print(imported)
+    return 1 if imported.failed else 0
 
 
 def _train(args) -> int:
@@ -259,6 +282,20 @@ def build_parser() -> argparse.ArgumentParser:
     remove.add_argument("--yes", action="store_true", help="really remove it")
     remove.add_argument("--force", action="store_true", help="also a store that a drafter was trained from")
     commands.choices["data"].set_defaults(run=_data, action="list")
+
+    formats = ("speculators-v1", "speculators", "specforge")
+    store = commands.add_parser("store", help="a store as files of other projects, and back").add_subparsers(dest="action", required=True, metavar="ACTION")
+    out = _with_profile(store.add_parser("export", help="the run's store as files of another project"))
+    out.add_argument("--to", dest="format", required=True, choices=formats, help="speculators-v1: speculators 0.3 and 0.4")
+    out.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="an empty one, or one that is not there yet")
+    out.add_argument("--split", choices=("train", "heldout"), help="these samples only (default: all)")
+    out.set_defaults(run=_store_export)
+    into = _with_profile(store.add_parser("import", help="a store for the run from files of another project; goes on where it was"))
+    into.add_argument("--from", dest="format", required=True, choices=formats)
+    into.add_argument("source", type=Path, metavar="SOURCE", help="their folder; -p target and -p boundaries say what it was made from")
+    into.add_argument("--norm", choices=("pre", "post"), help="last states stand before or after the final norm (default: as the format has them, and checked)")
+    into.add_argument("--heldout-every", type=int, default=20, metavar="N", help="hold out the first of every N samples (default: 20; 0: none)")
+    into.set_defaults(run=_store_import)
 
     _with_profile(commands.add_parser("train", help="train the run's drafter from its store; goes on where it was")).set_defaults(run=_train)
 

@@ -172,12 +172,21 @@ class Store:
 
     def head(self) -> Head:
         weights = load_file(self.folder / "head.safetensors")
-        return Head(weights["norm_weight"].float(), weights["lm_head"].float(), self.manifest["target"]["rms_norm_eps"])
+        kind = NormedHead if self.manifest.get("last_state") == "post-norm" else Head
+        return kind(weights["norm_weight"].float(), weights["lm_head"].float(), self.manifest["target"]["rms_norm_eps"])
 
     @property
     def n_bytes(self) -> int:
         """Bytes that the shards take on the disk."""
         return sum(path.stat().st_size for path in (self.folder / "shards").glob("*.safetensors"))
+
+
+class NormedHead(Head):
+    """For last states that stand after the final norm already, as some imports have them."""
+
+    def normed(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., H] after the final norm -> the same in float32."""
+        return states.float()
 
 
 class StoreWriter:
