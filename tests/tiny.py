@@ -1,7 +1,7 @@
-"""A tiny target for unit tests: a random Llama with a byte-level BPE tokenizer, made in about a second.
+"""A tiny target for unit tests: a random Llama (or Qwen3) with a byte-level BPE tokenizer, made in about a second.
 
 It is a complete Hugging Face folder (ChatML tokens, SmolLM2's chat template, untied head, bfloat16), so Hugging Face, `eyas.target` and
-SGLang's Llama load it like any other. Norm weights are random too: one left at 1 would hide a norm that is forgotten.
+SGLang load it like any other. Norm weights are random too: one left at 1 would hide a norm that is forgotten.
 """
 
 from pathlib import Path
@@ -26,21 +26,24 @@ def mean(values): return sum(values) / len(values)   # of numbers, never of noth
 Thank you very much for your question! Here are some simple steps: first, open the window; second, boil water; third, wait."""
 
 
-def make_tiny_target(folder, n_blocks: int = 4, hidden: int = 64, vocab: int = 512, seed: int = 0) -> Path:
-    """Write the target into `folder` (created) and return it. `hidden` is a multiple of 32, `vocab` at most 600; the same seed gives the same bytes."""
+def make_tiny_target(folder, n_blocks: int = 4, hidden: int = 64, vocab: int = 512, seed: int = 0, family: str = "Llama") -> Path:
+    """Write the target into `folder` (created) and return it. `hidden` is a multiple of 32, `vocab` at most 600; the same seed gives the same bytes.
+
+    family "Qwen3" has norms on queries and keys too.
+    """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     folder = Path(folder)
     tokenizer = _tokenizer(vocab)
-    config = LlamaConfig(
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=n_blocks, num_attention_heads=hidden // 16,
         num_key_value_heads=hidden // 32, head_dim=16, max_position_embeddings=1024, rms_norm_eps=1e-5, tie_word_embeddings=False,
         bos_token_id=1, eos_token_id=2, pad_token_id=2,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if "norm" in name:
