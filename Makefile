@@ -8,12 +8,13 @@ P = demo
 # Notebooks run on the venv's own kernel, whatever lies in the user's home.
 export JUPYTER_PREFER_ENV_PATH = 1
 
-.PHONY: help demo report test lab doctor clean
+.PHONY: help demo report test test-slow lab doctor clean
 
 help:
 	@echo "make demo            the whole road at demo size; opens with reports/index.html (20 minutes on 2 cores, set-up included)"
 	@echo "make report P=smoke  the same with another profile of notebooks/profiles"
 	@echo "make test            all tests, a real server among them"
+	@echo "make test-slow       the whole crash matrix, with real servers that are killed (15 minutes)"
 	@echo "make lab             JupyterLab on the notebooks"
 	@echo "make doctor          is everything here, and what to do where it is not"
 	@echo "make clean           remove .venv and caches; data/ and reports/ stay"
@@ -26,6 +27,10 @@ report: .venv/.ready
 
 test: .venv/.ready
 	.venv/bin/python -m pytest
+
+test-slow: .venv/.ready
+	.venv/bin/python -m pytest -m slow
+	.venv/bin/python -m pytest tests/test_crashes.py tests/test_store.py
 
 lab: .venv/.ready
 	.venv/bin/python -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks

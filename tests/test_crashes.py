@@ -287,3 +287,37 @@ def test_fp8_halves_the_store_and_wide_dumps_hold_what_was_asked(job, serve, tar
     store, id = Store.open(config.store_dir), Store.open(exact.store_dir).samples()[3]
     assert store.boundaries == (0, 1, 2, 3, 4)
     assert store.read(id, (2,))["states"][2].equal(Store.open(exact.store_dir).read(id)["states"][2])
+
+
+# --- the real server -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_real_server_under_kills_of_client_scheduler_and_server(tmp_path, monkeypatch):
+    """The soak of benchmarks/soak.py, small: nothing lost, doubled or torn."""
+    monkeypatch.setenv("EYAS_DATA", str(tmp_path))
+    monkeypatch.syspath_prepend(str(eyas.files.ROOT / "benchmarks"))
+    from soak import soak
+
+    result = soak(samples=1500, kills=10, server_kills=4, folder=tmp_path)
+    print(result)
+    assert (result.extracted, result.doubled, result.damaged) == (1500, 0, 0)
+    assert result.kills["scheduler"] == result.kills["server"] == 2 and result.kills["client"] >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_a_real_server_whose_spool_is_full_says_so_and_the_job_goes_on_elsewhere(data, target, prompts, monkeypatch):
+    """The spool's quota holds one sample at most; with a folder that cannot be written the reason comes from the server's own thread."""
+    config = Config.create(run_name="full", target=str(target.folder), boundaries=(1, 2), train_samples=N_TRAIN, heldout_samples=N_HELDOUT, max_length=128, concurrency=4,
+                           spool_gib=20_000 / 2**30)
+    with server_up(config, tied=True) as server:
+        summary = extract(config, need_servers(config), target, prompts)
+        assert summary.extracted + summary.pending == summary.asked and summary.extracted > 0
+        spool = config.server_dir / "spool"
+        assert not list(spool.iterdir())
+        spool.rmdir()
+        spool.symlink_to("/dev/full")
+        with pytest.raises(EyasError, match="failed in a row"):
+            extract(Config.create(**{**config.__dict__, "run_name": "full2", "server_url": server.url}), need_servers(config), target, prompts)
