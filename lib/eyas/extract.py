@@ -166,6 +166,8 @@ class Fleet:
         self.dtype = getattr(torch, statuses[0]["dtype"])
         self.spools = [Path(status["capture"]["spool"]) for status in statuses]
         self.quota = sum(status["capture"]["quota"] for status in statuses)
+        self.token_bytes = max(len(s["capture"]["boundaries"]) * s["capture"]["hidden_size"] for s in statuses) * self.dtype.itemsize + 8  # in a spool
+        self.stopped = threading.Event()
         self.prefix = xxhash.xxh3_64_hexdigest(str(config.store_dir).encode()) + "-"  # of this store's files in a spool: its lock says that nobody else uses them
         limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
         self._clients = [httpx.Client(base_url=s.url, timeout=httpx.Timeout(config.request_timeout_s, pool=None), limits=limits) for s in servers]
@@ -183,8 +185,8 @@ class Fleet:
                 last = error
                 if self.servers[n].pid and self.servers[n].process() is None:
                     last = TransportError("the server has died")
-                    if len(self.servers) == 1:
-                        break
+                if self.stopped.is_set() or (len(self.servers) == 1 and last is not error):
+                    break
                 with self._lock:
                     self._rests_until[n] = time.monotonic() + BACK_OFF_S * 2**attempt
             finally:
@@ -223,7 +225,7 @@ def _run(fleet: Fleet, writer: StoreWriter, samples: list[Sample], progress: Pro
     with ThreadPoolExecutor(fleet.width) as pool:
         try:
             while queue or waiting:
-                while queue and len(waiting) < 2 * fleet.width and (not waiting or (in_flight_tok + len(queue[0].input_ids)) * per_token <= fleet.quota):
+                while queue and len(waiting) < 2 * fleet.width and (not waiting or (in_flight_tok + len(queue[0].input_ids)) * fleet.token_bytes <= fleet.quota):
                     sample = queue.popleft()
                     in_flight_tok += len(sample.input_ids)
                     waiting.append((sample, pool.submit(fleet.capture, sample, writer.store.boundaries)))
@@ -245,6 +247,7 @@ def _run(fleet: Fleet, writer: StoreWriter, samples: list[Sample], progress: Pro
                 in_flight_tok -= tok
             writer.flush()
         finally:
+            fleet.stopped.set()
             for _, future in waiting:
                 future.cancel()
 
@@ -268,7 +271,7 @@ def capture(client: httpx.Client, sample: Sample, boundaries: tuple[int, ...], d
     if "error" in found:
         raise (TransportError if found.get("again") else SampleError)(f"server: {found['error']}")
     path = Path(found["path"])
-    content = _take_file(client, path, name)
+    content = take_file(client, path, name)
     try:
         tensors = load(content)
     except Exception as error:
@@ -288,7 +291,7 @@ def capture(client: httpx.Client, sample: Sample, boundaries: tuple[int, ...], d
     return states
 
 
-def _take_file(client: httpx.Client, path: Path, name: str) -> bytes:
+def take_file(client: httpx.Client, path: Path, name: str) -> bytes:
     """The spool file as soon as it is there, removed. The server writes it in the background; when it takes long, the server is asked why."""
     if not path.parent.is_dir():
         raise TransportError(f"the server's spool {path.parent.name!r} is not visible here: spool and client must share a file system")
