@@ -188,6 +188,8 @@ def test_round_trip(data, target, exported, tmp_path, name):
     assert store.samples()[:2] == [f"{name}-000000", f"{name}-000001"] and store.samples("heldout") == [f"{name}-000000", f"{name}-000020"]
     export_store(store, name, tmp_path / "again", BOUNDARIES)
     assert_same_files(exported[name], tmp_path / "again")
+    for path, tensors in tensors_of(tmp_path / "again").items():  # and not, with every view, the whole shard
+        assert (tmp_path / "again" / path).stat().st_size < sum(t.nbytes for t in tensors.values()) + 4096
     report = verify(store.folder)
     assert report.ok, report
     assert import_store(config_for(target), target, name, exported[name]).imported == 0  # nothing left to do

@@ -397,7 +397,8 @@ def import_store(config: Config, target: Target, name: str, source: Path, norm: 
     last_state = _decide_norm(name, reader.norm, norm, check)
     manifest = _manifest(config, target, name, reader, lengths, "float8_e4m3fn" if config.store_fp8 else dtype, last_state, heldout_every)
     need = sum(lengths.values()) * token_bytes(len(manifest["boundaries"]), target.hidden_size, manifest["dtype"])
-    _need_room(config.store_dir, need, "set EYAS_DATA to a larger disk")
+    there = sum(path.stat().st_size for path in (config.store_dir / "shards").glob("*.safetensors"))  # of an import that was killed
+    _need_room(config.store_dir, max(need - there, 0), "set EYAS_DATA to a larger disk")
     numbers = sorted({*lengths, *reader.missing})
     ids = {number: f"{name}-{number:06d}" for number in numbers}
     planned = [Planned(ids[n], "heldout" if heldout_every and place % heldout_every == 0 else "train", "imported", lengths.get(n, 0)) for place, n in enumerate(numbers)]
@@ -583,6 +584,9 @@ def _write_speculators(folder: Path, samples: Iterator[Sample], store: Store, bo
 
 
 def _torch_save(path: Path, found: dict) -> None:
+    """torch.save writes the whole storage of a tensor: of a view into a shard, the shard. So every tensor is given a storage of its own size."""
+    found = {name: [t.clone() for t in value] if isinstance(value, list) else value.clone() for name, value in found.items()}
+
     def write(temporary: Path) -> None:
         with open(temporary, "wb") as file:  # a file, not a path: torch puts the path's name into the archive
             torch.save(found, file)
