@@ -62,6 +62,9 @@ class Config:
     plan_hidden_size: int = _doc(0, "hidden size of the target")
     plan_blocks: int = _doc(0, "blocks of the target")
     plan_tok_per_s: float = _doc(0.0, "measured rate of extraction, tokens per second; 0: the last one of this run")
+    # Parity
+    parity_samples: int = _doc(12, "samples compared with independent references, at most")
+    without_parity: bool = _doc(False, "train without a passing parity certificate")
     # Drafter and training
     draft_vocab_size: int = _doc(8192, "D, most frequent supervised tokens kept")
     draft_steps: int = _doc(3, "K, training-time-test steps")
@@ -92,7 +95,7 @@ class Config:
         need(list(self.boundaries) == sorted(set(self.boundaries)), "boundaries", "ascending ids, none twice")
         need(not set(self.compare_run) & set("/\\\0") and self.compare_run not in (self.run_name, ".", ".."), "compare_run", "another run's folder name, or nothing")
         for name in ("threads", "max_total_tok", "context_tok", "max_new_tok", "train_samples", "heldout_samples", "max_length", "concurrency",
-                     "shard_mib", "draft_vocab_size", "draft_steps", "batch_tok", "draft_length", "decode_prompts", "decode_new_tok", "tensor_parallel"):
+                     "shard_mib", "draft_vocab_size", "draft_steps", "batch_tok", "draft_length", "decode_prompts", "decode_new_tok", "tensor_parallel", "parity_samples"):
             need(getattr(self, name) >= 1, name, "at least 1")
         for name in ("epochs", "learning_rate", "step_decay", "server_timeout_s", "spool_gib", "request_timeout_s"):
             need(getattr(self, name) > 0, name, "more than 0")

@@ -122,8 +122,11 @@ def started_ticks(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
-def server_command(config: Config, target: Target, boundaries: tuple[int, ...], port: int, spool: Path) -> tuple[list[str], dict[str, str]]:
-    """The exact command and the variables that it needs beyond the caller's; everything comes from the profile."""
+def server_command(config: Config, target: Target, boundaries: tuple[int, ...], port: int, spool: Path, chunk_tok: int = 0) -> tuple[list[str], dict[str, str]]:
+    """The exact command and the variables that it needs beyond the caller's; everything comes from the profile.
+
+    `chunk_tok`: 0 for extraction; otherwise as servers run elsewhere, with the prefix cache and with prefill in chunks of so many tokens.
+    """
     flags = {
         "--model-path": target.folder,
         "--host": "127.0.0.1",
@@ -134,11 +137,11 @@ def server_command(config: Config, target: Target, boundaries: tuple[int, ...], 
         "--context-length": config.context_tok + CONTEXT_MARGIN_TOK,
         "--max-total-tokens": config.max_total_tok,
         "--max-prefill-tokens": config.max_total_tok,
-        "--chunked-prefill-size": -1,  # a sample's rows come in one piece
+        "--chunked-prefill-size": chunk_tok or -1,  # -1: a sample's rows come in one piece
         "--cuda-graph-backend-prefill": "disabled",  # hooks see every prefill
         "--random-seed": config.seed,
     }
-    switches = ["--sleep-on-idle", "--disable-radix-cache", "--disable-overlap-schedule", "--skip-server-warmup"]
+    switches = ["--sleep-on-idle", "--disable-overlap-schedule", "--skip-server-warmup"] + ([] if chunk_tok else ["--disable-radix-cache"])
     environment = {
         "EYAS_CAPTURE": json.dumps({"boundaries": list(boundaries), "spool": str(spool), "quota": int(config.spool_gib * 2**30)}),
         "SGLANG_PLUGINS": "eyas_capture",
@@ -161,10 +164,10 @@ def server_command(config: Config, target: Target, boundaries: tuple[int, ...], 
     return command + switches, environment
 
 
-def server_up(config: Config, tied: bool = False) -> Server:
+def server_up(config: Config, tied: bool = False, chunk_tok: int = 0) -> Server:
     """Start the run's server and wait until it serves with the capture plugin on.
 
-    `tied` ends it with this process however that dies (tests); otherwise it lives until `down`.
+    `tied` ends it with this process however that dies (tests); otherwise it lives until `down`. `chunk_tok` as in `server_command`.
     EyasError: one is already up, the port is taken, boundaries outside 0..N, the server died (with the end of its log),
     or it came up without the plugin (it is stopped then).
     """
@@ -183,7 +186,7 @@ def server_up(config: Config, tied: bool = False) -> Server:
     if not config.spool_dir:
         for leftover in spool.iterdir():  # of a server that is gone
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    command, environment = server_command(config, target, boundaries, port, spool)
+    command, environment = server_command(config, target, boundaries, port, spool, chunk_tok)
     with open(folder / "server.log", "wb") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=os.environ | environment, start_new_session=True,

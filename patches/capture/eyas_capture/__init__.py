@@ -7,6 +7,11 @@ the same request may succeed later). The file at `path` comes soon after, writte
 whenever it can be seen: safetensors, `boundary_<b>` [T, H] in the dtype that the server computed, and `input_ids` [T].
 Should it fail to come, `/server_info` has its name and the reason under `failures`.
 
+A request whose rows would not be one for each prompt token is refused: prefix cache or chunked prefill took some away. With
+`"as_computed": true` beside the name it gets whatever its passes compute, decoding too, and `positions` [rows] says of which tokens; the
+answer and the file come with its last token (`ignore_eos`, so that it is `max_new_tokens` long). `"follow": [ids]` are put in the place of
+the tokens that it would generate: how a given text is decoded. That needs a server without the overlap scheduler. For comparisons, not for stores.
+
 Nothing of the installed SGLang is edited. Three functions are wrapped (HOOKS) and, once the model is loaded, a
 forward pre-hook sits on each captured block and on the final norm; it returns at once unless a request of the
 running batch asked. SGLang only logs a hook that fails to apply, so `check()` and `Scheduler.get_internal_state`

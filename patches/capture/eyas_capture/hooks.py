@@ -120,25 +120,39 @@ class Capture:
             hidden, residual = args[0], args[1] if len(args) > 1 else kwargs.get("residual")
             self.rows[self.n_blocks] = hidden.clone() if residual is None else hidden + residual  # [S, H]
 
-    def hand_over(self, name: str, req, start: int, rows: int) -> dict:
-        """The rows of one request to the spool: {"path", "rows", "boundaries"}; or {"error"}, with "again" where the request is not to blame."""
+    def whole(self, req, start: int, rows: int) -> dict[str, torch.Tensor]:
+        """What a file holds of a request that was prefilled in one piece."""
+        expected = len(req.origin_input_ids)
+        if rows != expected:
+            raise RuntimeError(f"{rows} rows for {expected} prompt tokens: prefix cache or chunked prefill is on")
+        return {"input_ids": torch.tensor(list(req.origin_input_ids), dtype=torch.int64)} | self._rows_of(start, rows)
+
+    def piece(self, req, position: int, start: int, rows: int) -> dict[str, torch.Tensor]:
+        """The same of whatever this forward pass computed of a request, from `position` of its sequence on."""
+        ids = [*req.origin_input_ids, *req.output_ids][position : position + rows]
+        where = {"positions": torch.arange(position, position + rows), "input_ids": torch.tensor(ids, dtype=torch.int64)}
+        return where | self._rows_of(start, rows)
+
+    def _rows_of(self, start: int, rows: int) -> dict[str, torch.Tensor]:
+        missing = [b for b in self.boundaries if b not in self.rows]
+        if missing:
+            raise RuntimeError(f"no rows of boundary {missing[0]}: hooks do not run inside a CUDA graph")
+        return {f"boundary_{b}": self.rows[b][start : start + rows] for b in self.boundaries}  # [T, H] each
+
+    def hand_over(self, name: str, gather) -> dict:
+        """What `gather()` gives, to the spool: {"path", "rows", "boundaries"}; or {"error"}, with "again" where the request is not to blame."""
         try:
-            expected = len(req.origin_input_ids)
-            if rows != expected:
-                raise RuntimeError(f"{rows} rows for {expected} prompt tokens: prefix cache or chunked prefill is on")
             if not isinstance(name, str) or not name or name != Path(name).name or name.startswith("."):
                 raise RuntimeError(f"capture name {name!r} is not a plain file name")
-            parts = {f"boundary_{b}": self.rows[b][start : start + rows] for b in self.boundaries}  # [T, H] each
-            n_bytes = sum(t.nbytes for t in parts.values()) + 8 * rows
+            tensors = gather()
+            n_bytes = sum(t.nbytes for t in tensors.values())
             if n_bytes > self.spool.quota:
                 raise RuntimeError(f"{n_bytes:,} bytes of one request are more than the spool's quota of {self.spool.quota:,}")
             if not self.spool.room(n_bytes):
                 return {"error": f"the spool is full: {self.spool.quota:,} bytes are queued or not yet taken", "again": True}
-            tensors = {"input_ids": torch.tensor(list(req.origin_input_ids), dtype=torch.int64)}
-            tensors |= {key: part.to("cpu").contiguous() for key, part in parts.items()}
-            path = self.spool.put(name, tensors)
+            path = self.spool.put(name, {key: tensor.to("cpu").contiguous() for key, tensor in tensors.items()})
             self.captured += 1
-            return {"path": str(path), "rows": rows, "boundaries": list(self.boundaries)}
+            return {"path": str(path), "rows": len(tensors["input_ids"]), "boundaries": list(self.boundaries)}
         except Exception as error:
             self.failed += 1
             logger.exception("eyas_capture: %s", name)
@@ -176,27 +190,61 @@ def install(original, scheduler, *args, **kwargs):
 
 
 def run_batch(original, scheduler, batch, *args, **kwargs):
-    """Around `Scheduler.run_batch`: take the rows of a prefill in which a request asks, one file for each that does."""
-    if _capture is None or not batch.forward_mode.is_extend():
+    """Around `Scheduler.run_batch`: take the rows of a forward pass in which a request asks for them."""
+    extends = batch.forward_mode.is_extend()
+    if _capture is None or not (extends or batch.forward_mode.is_decode()):
         return original(scheduler, batch, *args, **kwargs)
-    names = [(req.sampling_params.custom_params or {}).get("eyas_capture") for req in batch.reqs]
-    if not any(names):
+    wishes = [req.sampling_params.custom_params or {} for req in batch.reqs]
+    if not any(wish.get("eyas_capture") and (extends or wish.get("as_computed")) for wish in wishes):
         return original(scheduler, batch, *args, **kwargs)
-    lengths = [int(n) for n in batch.extend_lens]
+    lengths = [int(n) for n in batch.extend_lens] if extends else [1] * len(batch.reqs)
+    positions = list(batch.prefix_lens) if extends else [req.seqlen - 1 for req in batch.reqs]
+    slots = batch.req_pool_indices
     _capture.armed = True
     try:
         result = original(scheduler, batch, *args, **kwargs)
-        if not _capture.writes:
-            return result
         start = 0
-        for req, name, rows in zip(batch.reqs, names, lengths, strict=True):
-            if name:
-                req.customized_info = (req.customized_info or {}) | {"eyas_capture": [_capture.hand_over(name, req, start, rows)]}
+        for i, (req, wish, position, rows) in enumerate(zip(batch.reqs, wishes, positions, lengths, strict=True)):
+            if wish.get("as_computed") and wish.get("eyas_capture"):
+                _as_computed(scheduler, result, i, slots[i], req, wish, position, start, rows)
+            elif wish.get("eyas_capture") and extends and _capture.writes:
+                answer = _capture.hand_over(wish["eyas_capture"], lambda: _capture.whole(req, start, rows))
+                req.customized_info = (req.customized_info or {}) | {"eyas_capture": [answer]}
             start += rows
         return result
     finally:
         _capture.armed = False
         _capture.rows.clear()
+
+
+def _as_computed(scheduler, result, i: int, slot: torch.Tensor, req, wish: dict, position: int, start: int, rows: int) -> None:
+    """One pass of a request that wants its rows however they come: keep them with the request, and hand all of them over with its last pass.
+
+    `follow`: token ids that take the place of those that it would generate, so that given tokens are decoded.
+    """
+    pieces = req.__dict__.setdefault("eyas_pieces", [])
+    if _capture.writes:
+        try:
+            pieces.append(_capture.piece(req, position, start, rows))
+        except RuntimeError as error:  # told when they are handed over
+            pieces.append(error)
+    if position + rows < req.seqlen:  # a chunk, after which no token is generated
+        return
+    n, follow = len(req.output_ids), wish.get("follow") or []
+    if n < len(follow):
+        result.next_token_ids[i] = follow[n]
+        scheduler.future_map.output_tokens_buf[slot] = follow[n]  # where the next pass finds its input
+    if n + 1 >= req.sampling_params.max_new_tokens and _capture.writes:
+        answer = _capture.hand_over(wish["eyas_capture"], lambda: _joined(pieces))
+        req.customized_info = (req.customized_info or {}) | {"eyas_capture": [answer]}
+        del req.eyas_pieces
+
+
+def _joined(pieces: list) -> dict[str, torch.Tensor]:
+    for piece in pieces:
+        if isinstance(piece, RuntimeError):
+            raise piece
+    return {key: torch.cat([piece[key] for piece in pieces]) for key in pieces[0]}
 
 
 def internal_state(original, scheduler, *args, **kwargs):
