@@ -97,18 +97,173 @@ def plot_acceptance_by_category(by_category: list[dict], ax: Axes | None = None)
     return ax
 
 
+def panels(columns: int, height: float = 4.2, width: float = 10.0) -> list[Axes]:
+    """Axes beside each other in one figure."""
+    with plt.rc_context(STYLE):
+        _, axes = plt.subplots(1, columns, figsize=(width, height))
+    return list(axes)
+
+
+def _boundary_axis(ax: Axes, boundaries) -> None:
+    """Boundaries along x in their true distances; a tick at each while they are few."""
+    if len(boundaries) <= 12:
+        ax.set_xticks(list(boundaries))
+    else:
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_xlabel("boundary (0: embedding output)")
+
+
 def plot_state_norms(stats: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Norm per token by boundary, on a log scale; the first token apart. stats: table of `stats.state_stats`."""
+    """Norm per token by boundary, on a log scale; the first token apart. stats: table of `stats.boundary_stats`."""
     with plt.rc_context(STYLE):
         ax = _axes(ax)
-        x = np.arange(len(stats))
-        spread = np.array([stats["norm_p50"] - stats["norm_p05"], stats["norm_p95"] - stats["norm_p50"]])
-        ax.errorbar(x, stats["norm_p50"], yerr=spread, color=BLUE, marker="o", markersize=8, capsize=5, label="tokens after the first: median, 5 % to 95 %")
-        ax.plot(x, stats["first_norm_p50"], color=VERMILION, marker="D", markersize=8, linestyle="--", label="first token: median")
+        x = stats["boundary"]
+        for low, high, width, label in (("p01", "p99", 1.5, "1 % to 99 %"), ("p05", "p95", 4, "5 % to 95 %"), ("p25", "p75", 8, "25 % to 75 %")):
+            ax.vlines(x, stats[f"norm_{low}"], stats[f"norm_{high}"], color=SKY, linewidth=width, label=label)
+        ax.plot(x, stats["norm_p50"], color=BLUE, marker="o", linestyle="none", label="median, first tokens left out")
+        ax.plot(x, stats["first_norm_p50"], color=VERMILION, marker="D", linestyle="none", label="first tokens: median")
         ax.set_yscale("log")
-        ax.set_xticks(x, [str(b) for b in stats["boundary"]])
-        ax.set(xlabel="boundary", ylabel="norm of the state", title="Norm of the states by boundary")
-        ax.legend()
+        _boundary_axis(ax, x)
+        ax.set(ylabel="Euclidean norm of a token's state", title="Norm of the states")
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return ax
+
+
+def plot_largest(stats: pd.DataFrame, large: float, ax: Axes | None = None) -> Axes:
+    """Largest and median |x| by boundary, on a log scale. stats: table of `stats.boundary_stats`; `large` is drawn as a line."""
+    with plt.rc_context(STYLE):
+        ax = _axes(ax)
+        x = stats["boundary"]
+        ax.plot(x, stats["first_largest"], color=VERMILION, marker="D", linestyle=":", label="first tokens: largest")
+        ax.plot(x, stats["largest"], color=BLUE, marker="o", linestyle=":", label="later tokens: largest")
+        ax.plot(x, stats["median"], color=GREY, marker="s", linestyle=":", label="all: median")
+        ax.axhline(large, color=GREY, linewidth=1, label=f"{large:g}")
+        ax.set_yscale("log")
+        _boundary_axis(ax, x)
+        ax.set(ylabel="|x| of a single value", title="Largest single values")
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return ax
+
+
+def plot_effective_rank(stats: pd.DataFrame, hidden_size: int, ax: Axes | None = None) -> Axes:
+    """Effective rank by boundary. stats: table of `stats.boundary_stats`."""
+    with plt.rc_context(STYLE):
+        ax = _axes(ax, height=3.6)
+        ax.plot(stats["boundary"], stats["effective_rank"], color=BLUE, marker="o", linestyle=":")
+        _boundary_axis(ax, stats["boundary"])
+        ax.set(ylabel=f"directions, of {hidden_size:,}", title="Effective rank of the states", ylim=(0, None))
+    return ax
+
+
+def plot_boundary_map(matrix: np.ndarray, boundaries, name: str, ax: Axes | None = None) -> Axes:
+    """A similarity of each boundary with each, as a map from 0 to 1; with numbers while they are few. matrix: [B, B]."""
+    with plt.rc_context(STYLE):
+        ax = _axes(ax)
+        few = len(boundaries) <= 8
+        picture = ax.imshow(np.clip(matrix, 0, 1), vmin=0, vmax=1, cmap="cividis", origin="lower")
+        shown = [i for i in range(len(boundaries)) if few or i % (len(boundaries) // 8) == 0]
+        ax.set_xticks(shown, [str(boundaries[i]) for i in shown])
+        ax.set_yticks(shown, [str(boundaries[i]) for i in shown])
+        if few:
+            for (i, j), value in np.ndenumerate(matrix):
+                ax.text(j, i, f"{value:.2f}", ha="center", va="center", color="black" if value > 0.6 else "white")
+        ax.set(xlabel="boundary", ylabel="boundary", title=name)
+        ax.grid(visible=False)
+        ax.figure.colorbar(picture, ax=ax, shrink=0.8)
+    return ax
+
+
+def plot_probes(probes: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """What a linear map reads off each boundary: R^2 of the last state, agreement on the next token. probes: table of `stats.probes`."""
+    with plt.rc_context(STYLE):
+        ax = _axes(ax)
+        x, agreement = probes["boundary"], probes["agreement"]
+        error = np.array([agreement - probes["low"].fillna(agreement), probes["high"].fillna(agreement) - agreement])
+        ax.errorbar(x, agreement, yerr=error, color=BLUE, marker="o", linestyle=":", capsize=3, label="next token: same first choice as the target's")
+        ax.plot(x, probes["r2"], color=ORANGE, marker="s", linestyle=":", label="last state: R²")
+        ax.axhline(probes["constant"].iloc[0], color=GREY, linewidth=1, label="next token: always the commonest choice")
+        _boundary_axis(ax, x)
+        ax.set(ylabel="share, other samples", title="What a linear map from one boundary foresees", ylim=(min(0, probes["r2"].min() - 0.03), 1.03))
+        ax.legend(loc="upper left")
+    return ax
+
+
+def plot_histogram(values, label: str, counted: str, title: str, mark: float | None = None, ax: Axes | None = None) -> Axes:
+    """Histogram of shares from 0 to 1, on a log scale of counts; a line at `mark`."""
+    with plt.rc_context(STYLE):
+        ax = _axes(ax, height=3.6)
+        ax.hist(values, bins=np.linspace(0, 1, 41), color=BLUE, log=True)
+        if mark is not None:
+            ax.axvline(mark, color=VERMILION, linewidth=1.5)
+        ax.set(xlabel=label, ylabel=f"{counted}, log scale", title=title, xlim=(0, 1))
+        ax.set_ylim(bottom=0.7)
+    return ax
+
+
+def plot_heldout_coverage(ceilings: pd.DataFrame, chosen: int, ax: Axes | None = None) -> Axes:
+    """Share of held-out response tokens inside a draft vocabulary of size D. ceilings: table of `stats.ceilings`; `chosen` is the run's D."""
+    with plt.rc_context(STYLE):
+        ax = _axes(ax)
+        ax.plot(ceilings["draft_vocab_size"], ceilings["coverage"], color=BLUE, marker="o")
+        _mark_size(ax, ceilings, "coverage", chosen, "{:.1%}")
+        ax.set(ylabel="response tokens covered", title="Coverage, held-out responses", ylim=(None, 1.02))
+        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    return ax
+
+
+def plot_ceiling(ceilings: pd.DataFrame, chosen: int, draft_length: int, ax: Axes | None = None) -> Axes:
+    """The acceptance length that coverage alone allows. ceilings: table of `stats.ceilings`."""
+    with plt.rc_context(STYLE):
+        ax = _axes(ax)
+        x = ceilings["draft_vocab_size"]
+        ax.fill_between(x, ceilings["low"], ceilings["high"], color=SKY, alpha=0.4, linewidth=0, label="95 % interval")
+        ax.plot(x, ceilings["acceptance_length"], color=BLUE, marker="o", label="walked")
+        ax.plot(x, ceilings["formula"], color=ORANGE, linestyle="--", label="1 + c + ... + c^K")
+        ax.axhline(draft_length + 1, color=GREY, linewidth=1)
+        _mark_size(ax, ceilings, "acceptance_length", chosen, "{:.2f}")
+        ax.set(ylabel="acceptance length, with bonus token", title=f"Acceptance ceiling, drafts of {draft_length}", ylim=(None, draft_length + 1.1))
+        ax.legend(loc="lower right")
+    return ax
+
+
+def _mark_size(ax: Axes, ceilings: pd.DataFrame, column: str, chosen: int, number: str) -> None:
+    ax.set_xscale("log", base=2)
+    ticks = [d for d in ceilings["draft_vocab_size"] if (d & (d - 1)) == 0][::2]
+    ax.set_xticks(ticks, [f"{d:,}" for d in ticks])
+    value = ceilings.set_index("draft_vocab_size")[column][chosen]
+    ax.plot([chosen], [value], color=VERMILION, marker="o", markersize=9, linestyle="none")
+    ax.annotate(f"D = {chosen:,}: {number.format(value)}", (chosen, value), xytext=(10, -16), textcoords="offset points", color=VERMILION)
+    ax.set_xlabel("draft vocabulary size D, tokens")
+
+
+def plot_drift(table: pd.DataFrame, rounding: float, ax: Axes | None = None) -> Axes:
+    """Relative error per token between two stores, by boundary, on a log scale. table: that of `stats.Drift`; `rounding` is drawn as a line."""
+    with plt.rc_context(STYLE):
+        ax = _axes(ax)
+        x, floor = table["boundary"], rounding / 100  # for errors of 0, which a log scale does not have
+        for low, high, width, label in (("p05", "p99", 1.5, "5 % to 99 %"), ("p05", "p95", 5, "5 % to 95 %")):
+            ax.vlines(x, table[f"error_{low}"].clip(lower=floor), table[f"error_{high}"].clip(lower=floor), color=SKY, linewidth=width, label=label)
+        ax.plot(x, table["error_p50"].clip(lower=floor), color=BLUE, marker="o", linestyle="none", label="median")
+        ax.plot(x, table["first_error_p50"].clip(lower=floor), color=VERMILION, marker="D", linestyle="none", label="first tokens: median")
+        ax.axhline(rounding, color=GREY, linewidth=1, label="one rounding")
+        ax.set_yscale("log")
+        _boundary_axis(ax, x)
+        ax.set(ylabel="|difference| / |state|, per token", title="How far the states of the two stores lie apart")
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return ax
+
+
+def plot_drift_cosine(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """1 - cosine per token between two stores, by boundary, on a log scale. table: that of `stats.Drift`."""
+    with plt.rc_context(STYLE):
+        ax = _axes(ax)
+        x, floor = table["boundary"], 1e-8  # for cosines of 1
+        for column, colour, marker, label in (("cosine_p50", BLUE, "o", "median"), ("cosine_p05", ORANGE, "s", "worst 5 %"), ("cosine_p01", VERMILION, "^", "worst 1 %")):
+            ax.plot(x, (1 - table[column]).clip(lower=floor), color=colour, marker=marker, linestyle=":", label=label)
+        ax.set_yscale("log")
+        _boundary_axis(ax, x)
+        ax.set(ylabel="1 - cosine, per token", title="How far their directions turn")
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return ax
 
 
