@@ -1,7 +1,8 @@
 """A stand-in for a capture server, only to make it fail as real ones do: it answers /generate with states that follow from the token ids alone.
 
 `fault(n)` says what happens to the n-th capture request: "" (served), an HTTP status, "hang" (no answer until `close`), "cut" (hangs up in mid-answer),
-"enospc" (the spool's disk is full), "torn" (half a file), "short" (a row is missing), "nan", "other" (rows of other ids), "late" (the file comes a little after).
+"enospc" (the spool's disk is full), "torn" (half a file), "short" (a row is missing), "nan", "other" (rows of other ids), "late" (the file comes a little after),
+"lacks" (a boundary is not in the file), "nothing" (the answer names no file).
 """
 
 import json
@@ -90,6 +91,10 @@ class FaultyServer:
         rows = ids[1:] if fault == "short" else ids
         tensors = {"input_ids": torch.tensor(ids if fault != "other" else ids[::-1])}
         tensors |= {f"boundary_{b}": states_of(rows, b, self.target.hidden_size) for b in self.boundaries}
+        if fault == "nothing":
+            return {}
+        if fault == "lacks":
+            del tensors[f"boundary_{self.boundaries[-1]}"]
         if fault == "nan":
             tensors[f"boundary_{self.boundaries[0]}"][0, 0] = float("nan")
         save_file(tensors, self.spool / f"tmp-{name}")

@@ -3,6 +3,7 @@
 Most of it is played against `faulty.FaultyServer`; test_soak.py and the slow tests here take the real server.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -17,7 +18,8 @@ import eyas.files
 import eyas.store
 from eyas.config import Config
 from eyas.errors import EyasError
-from eyas.extract import extract
+from eyas.extract import Fleet, extract
+from eyas.plan import SPARE_BYTES, Plan, check_room
 from eyas.prompts import load_prompts
 from eyas.serve import need_servers, server_up
 from eyas.store import Store, StoreWriter
@@ -111,7 +113,7 @@ def adds_up(summary) -> bool:
     return summary.asked == summary.extracted + summary.skipped + summary.failed == N_TRAIN + N_HELDOUT
 
 
-@pytest.mark.parametrize("fault", [500, 503, "cut", "torn", "late"])
+@pytest.mark.parametrize("fault", [500, 429, "cut", "torn", "late", "lacks"])
 def test_every_third_request_fails_once_and_the_run_does_not(job, serve, undisturbed, prompts, target, fault):
     server = serve(lambda n: fault if n % 3 == 0 else "")
     config, run = job("disturbed", server)
@@ -161,7 +163,7 @@ def test_two_servers_share_the_work_and_one_may_die(job, serve, undisturbed, pro
     whole(config, undisturbed, prompts, target, other.spool)
 
 
-@pytest.mark.parametrize("fault, said", [("nan", "NaN"), ("short", "rows for"), ("other", "other token ids"), (400, "HTTP 400")])
+@pytest.mark.parametrize("fault, said", [("nan", "NaN"), ("short", "rows for"), ("other", "other token ids"), ("nothing", "names no file"), (400, "HTTP 400")])
 def test_a_sample_with_a_fault_of_its_own_is_listed_and_tried_again_only_when_asked(job, serve, undisturbed, prompts, target, fault, said):
     server = serve(lambda n: fault if n in (7, 23) else "")
     config, run = job("disturbed", server)
@@ -192,7 +194,7 @@ def test_client_killed_at_twelve_moments(job, serve, undisturbed, prompts, targe
     whole(config, undisturbed, prompts, target, server.spool)
 
 
-@pytest.mark.parametrize("what", ["shards/", "index.parquet", "manifest.json", "head.safetensors"])
+@pytest.mark.parametrize("what", ["shards/", "index.parquet", "manifest.json", "head.safetensors", "data_config.json"])
 def test_the_stores_disk_is_full(job, serve, undisturbed, prompts, target, monkeypatch, what):
     server = serve()
     config, run = job("disturbed", server)
@@ -249,8 +251,11 @@ def test_a_second_client_is_refused_while_the_first_one_runs(job, serve, undistu
     first = threading.Thread(target=run)
     first.start()
     assert holding.wait(30)
+    theirs = server.spool / f"{Fleet(config, need_servers(config), [server.status() for server in need_servers(config)]).prefix}waits.safetensors"
+    theirs.write_bytes(b"of the first client, which has yet to take it")
     with pytest.raises(EyasError, match="another process is writing to the store of run 'disturbed'"):
         run()
+    assert theirs.is_file()
     go.set()
     first.join()
     whole(config, undisturbed, prompts, target, server.spool)
@@ -258,12 +263,52 @@ def test_a_second_client_is_refused_while_the_first_one_runs(job, serve, undistu
 
 def test_too_little_room_is_refused_with_the_numbers_or_allowed(job, serve, monkeypatch):
     server = serve()
-    _, run = job("small", server)
+    config, run = job("small", server)
     monkeypatch.setattr("eyas.plan.free_bytes", lambda folder: 5000)
     with pytest.raises(EyasError, match=r"has 4.88 KiB free, [\d.]+ [KM]iB will be written \(48 samples, [\d,]+ tokens\).*--anyway"):
         run()
-    assert server.served == 0
+    assert server.served == 0 and not len(Store.open(config.store_dir).index)  # fewer may be asked for next
     assert run(anyway=True).failed == 0
+
+
+def test_room_is_counted_for_each_disk_and_in_what_the_servers_compute(tmp_path, monkeypatch):
+    """100 tokens of which the servers keep 1,000 bytes each, in two spools beside the store: 40,000 at most in the first, 100,000 in the other."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    plan = Plan(1, 100, (1, 2), 64, "float8_e4m3fn", 10**6, 10**9, 0.0)
+    one.mkdir()
+    other.mkdir()
+    need = plan.bytes + 140_000 + SPARE_BYTES
+    for free in (need, need - 1):
+        monkeypatch.setattr("eyas.plan.free_bytes", lambda folder, free=free: free)
+        with contextlib.nullcontext() if free == need else pytest.raises(EyasError, match="the disk of the store and spool has"):
+            check_room(plan, tmp_path, {one: 40_000, other: 100_000, tmp_path / "unseen": 10**12})
+    fleet = Fleet.__new__(Fleet)
+    fleet.spools, fleet.quotas, fleet.token_bytes = [one, other], [40_000, 200_000], 1000
+    assert fleet.spool_bytes(100) == {one: 40_000, other: 100_000}
+
+
+def test_damage_that_a_run_meets_is_counted_once(job, serve, undisturbed, prompts, target):
+    """A shard is written again for one sample, and another of its samples turns out to be damaged: no longer skipped, still to come."""
+    server = serve(lambda n: "nan" if n == 3 else "")
+    config, run = job("disturbed", server)
+    (bad,) = run().reasons
+    name = Store.open(config.store_dir).row(bad)["shard"]
+    path = config.store_dir / "shards" / name
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    summary = run(retry_failed=True)
+    assert adds_up(summary) and (summary.extracted, summary.failed, summary.pending) == (1, 1, 1)
+    assert adds_up(run())
+    whole(config, undisturbed, prompts, target, server.spool)
+
+
+def test_another_prompt_set_is_said_and_damages_no_sample(job, serve, prompts, target, tmp_path):
+    config, run = job("p", serve())
+    run()
+    other = load_prompts(write_prompts(tmp_path / "other.jsonl", N_TRAIN, N_HELDOUT + 1))
+    report = verify(config.store_dir, other, target.tokenizer())
+    assert [name for name, ok, _ in report.checks if not ok] == ["prompt set"] and not report.damaged
 
 
 def test_servers_that_differ_are_refused(job, serve):

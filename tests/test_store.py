@@ -20,7 +20,8 @@ import eyas.files
 from eyas.errors import EyasError
 from eyas.extract import write_data_config
 from eyas.files import is_sealed, read_json, seal, write_safetensors
-from eyas.store import Planned, Rows, Store, StoreDamaged, StoreWriter, content_hash, from_fp8, to_fp8
+from eyas.plan import last_run
+from eyas.store import Planned, Rows, Store, StoreDamaged, StoreWriter, content_hash, from_fp8, lock_for_reading, to_fp8
 from eyas.target import Head
 from eyas.verify import repair, verify
 from stores import write_store
@@ -47,6 +48,7 @@ def made(ids) -> list[Rows]:
 
 
 def write(folder, ids, shard_bytes=1000, **changes) -> Store:
+    """With changes to the manifest."""
     store = write_store(folder, MANIFEST | changes, head(), made(ids), shard_bytes)
     write_data_config(store, {})
     return store
@@ -185,13 +187,13 @@ def test_fp8_of_zeros_is_zeros():
 
 
 def test_a_thousand_single_byte_changes_are_found_or_harmless(tmp_path, monkeypatch):
-    """In shards, index and manifest. Harmless ones leave every value of the store as it was: white space, unused bytes of Parquet."""
+    """In every file of a store. Harmless ones leave every value of the store as it was: white space, unused bytes of Parquet."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
     ids = [f"s{n}" for n in range(6)]
     folder = write(tmp_path / "store", ids, shard_bytes=500).folder
     values = {id: Store.open(folder).read(id) for id in ids}
     index = Store.open(folder).index
-    files = [*sorted((folder / "shards").iterdir()), folder / "index.parquet", folder / "manifest.json"]
+    files = [*sorted((folder / "shards").iterdir()), folder / "index.parquet", folder / "manifest.json", folder / "head.safetensors", folder / "data_config.json"]
     chooser, harmless = random.Random(0), {path.name: 0 for path in files}
     found = 0
     for trial in range(1000):
@@ -204,13 +206,25 @@ def test_a_thousand_single_byte_changes_are_found_or_harmless(tmp_path, monkeypa
             harmless[path.name] += 1
             assert path.suffix != ".safetensors", "a shard has no byte that does not count"
             store = Store.open(folder)
-            assert store.index.equals(index) and is_sealed(read_json(folder / "manifest.json"))
+            assert store.index.equals(index) and is_sealed(read_json(folder / "manifest.json")) and is_sealed(read_json(folder / "data_config.json"))
             assert all(torch.equal(store.read(id)["states"][3], values[id]["states"][3]) for id in ids)
         else:
             found += 1
         path.write_bytes(whole)
     assert found + sum(harmless.values()) == 1000 and found > 600, harmless
     print("harmless:", harmless)
+
+
+@pytest.mark.parametrize("was, now", [(b'"U8"', b'"I8"'), (b'"I64"', b'"U64"'), (b'"F32"', b'"I32"')])
+def test_a_letter_that_changes_the_type_of_a_tensor_is_found(tmp_path, was, now):
+    folder = write(tmp_path / "store", ["a"], dtype="float8_e4m3fn").folder
+    for path in (folder / "shards" / "000000.safetensors", folder / "head.safetensors"):
+        whole = path.read_bytes()
+        if was in whole:
+            path.write_bytes(whole.replace(was, now))
+            assert not verify(folder).ok
+            path.write_bytes(whole)
+    assert verify(folder).ok
 
 
 def test_an_altered_byte_marks_just_its_sample_and_is_mended_to_the_same_bytes(tmp_path):
@@ -265,6 +279,144 @@ def test_manifest_and_index_come_back_from_each_other(tmp_path, name, said):
     assert not report.ok
     assert repair(folder, report) == [f"{name}: {said}"]
     assert everything(folder) == undisturbed and verify(folder).ok
+
+
+@pytest.mark.parametrize("name, said", [("manifest.json", "written again from the index"), ("index.parquet", "made again from the shards, 9 samples")])
+def test_a_deleted_manifest_or_index_is_damage_and_comes_back(tmp_path, name, said):
+    """Not a store that is empty or not there: a writer would start it over, and repair would remove its shards as nobody's."""
+    ids = [f"s{n}" for n in range(9)]
+    folder = write(tmp_path / "store", ids).folder
+    undisturbed = everything(folder)
+    (folder / name).unlink()
+    for begin in (lambda: Store.open(folder), lambda: StoreWriter(folder, MANIFEST, head(), 1000)):
+        with pytest.raises(StoreDamaged, match=f"{name} .*missing, torn or altered.*python -m eyas verify --repair"):
+            begin()
+    report = verify(folder)
+    assert not report.ok and repair(folder, report) == [f"{name}: {said}"]
+    assert everything(folder) == undisturbed and verify(folder).ok
+
+
+def mended(folder, ids, **options) -> None:
+    """What `verify --repair` does, to the end."""
+    for _ in range(3):
+        report = verify(folder)
+        if report.ok:
+            return
+        repair(folder, report)
+        run(folder, ids, **options)
+        write_data_config(Store.open(folder), {})
+    assert verify(folder).ok
+
+
+@pytest.mark.parametrize("damage, same", [("byte", True), ("truncated", True), ("header", False), ("deleted", False)])
+def test_index_and_a_shard_damaged_together_with_holes_in_others(tmp_path, damage, same):
+    """What the header still says is taken from it, to the same bytes; samples of a shard of which nothing is left are planned after the others, under its number."""
+    ids = [f"s{n}" for n in range(30)]
+    run(tmp_path / "undisturbed", ids)
+    folder = tmp_path / "store"
+    run(folder, ids, skip={"s3": True, "s9": False})
+    path = folder / "shards" / "000002.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    if damage == "deleted":
+        path.unlink()
+    else:
+        path.write_bytes({"byte": content, "truncated": content[:-100], "header": b"x" + content}[damage])
+    (folder / "index.parquet").write_bytes(b"")
+    mended(folder, ids)
+    store, whole = Store.open(folder), Store.open(tmp_path / "undisturbed")
+    assert sorted(store.samples()) == sorted(ids)
+    assert all(torch.equal(store.read(id)["states"][3], whole.read(id)["states"][3]) for id in ids)
+    ours, theirs = everything(folder), everything(tmp_path / "undisturbed")
+    assert {name for name in theirs if ours[name] != theirs[name]} == (set() if same else {"index.parquet"})
+
+
+def test_a_copy_of_a_shard_is_not_taken_for_another_one(tmp_path):
+    folder = write(tmp_path / "store", ["a", "b"], shard_bytes=1).folder
+    undisturbed = everything(folder)
+    (folder / "shards" / "000000 copy.safetensors").write_bytes(undisturbed["shards/000000.safetensors"])
+    (folder / "shards" / "folder").mkdir()
+    (folder / "index.parquet").unlink()
+    mended(folder, ["a", "b"])
+    assert everything(folder) == undisturbed
+
+
+def test_a_shard_that_was_written_again_just_before_a_kill_is_no_damage(tmp_path):
+    ids = [f"s{n}" for n in range(9)]
+    folder = tmp_path / "store"
+    run(folder, ids, skip={"s3": True})
+    index = (folder / "index.parquet").read_bytes()
+    run(folder, ids)
+    undisturbed = everything(folder)
+    (folder / "index.parquet").write_bytes(index)
+    assert not verify(folder).damaged
+    run(folder, ids)
+    assert everything(folder) == undisturbed
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[]", b"{", b'{"last_run": 1}'])
+def test_a_lost_summary_is_found_and_made_again(tmp_path, content):
+    folder = write(tmp_path / "store", ["a"]).folder
+    path = folder / "data_config.json"
+    path.unlink() if content is None else path.write_bytes(content)
+    report = verify(folder)
+    assert [name for name, ok, _ in report.checks if not ok] == ["data_config.json"]
+    repair(folder, report)
+    assert verify(folder).ok and last_run(folder) == {}
+
+
+def test_nobody_verifies_what_is_being_written_and_nobody_writes_what_is_being_verified(tmp_path):
+    folder = write(tmp_path / "store", ["a"]).folder
+    writer = StoreWriter(folder, MANIFEST, head(), 1000)
+    with pytest.raises(EyasError, match="another process is writing"):
+        verify(folder)
+    writer.close()
+    with lock_for_reading(folder):
+        assert verify(folder).ok
+        with pytest.raises(EyasError, match="or verifying it"):
+            StoreWriter(folder, MANIFEST, head(), 1000)
+
+
+def test_what_came_between_verify_and_repair_is_not_removed(tmp_path):
+    folder = write(tmp_path / "store", ["a"]).folder
+    report = verify(folder)
+    report.extra = ["000001.safetensors"]
+    write(folder, ["a", "b"], shard_bytes=1)
+    repair(folder, report)
+    assert Store.open(folder).samples() == ["a", "b"] and verify(folder).ok
+
+
+def test_a_store_on_a_read_only_disk_is_verified(tmp_path, monkeypatch):
+    folder = write(tmp_path / "store", ["a"]).folder
+    monkeypatch.setattr(eyas.files.tempfile, "mkstemp", lambda **_: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only file system")))
+    assert verify(folder).ok
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(eyas.store.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "No locks available")))
+    with pytest.raises(EyasError, match="can't be locked: No locks available.*EYAS_DATA"):
+        StoreWriter(tmp_path / "store", MANIFEST, head(), 1000)
+
+
+def test_a_reader_of_a_damaged_store_is_told_what_to_type(tmp_path):
+    store = write(tmp_path / "store", ["a", "b"], shard_bytes=1)
+    os.truncate(store.folder / "shards" / "000000.safetensors", 300)
+    (store.folder / "shards" / "000001.safetensors").unlink()
+    (store.folder / "head.safetensors").write_bytes((store.folder / "head.safetensors").read_bytes()[:-1] + b"x")
+    for act in (lambda: store.read("a"), lambda: store.read("b"), store.head):
+        with pytest.raises(EyasError, match="python -m eyas verify --repair"):
+            act()
+
+
+def test_states_of_another_shape_or_type_are_refused(tmp_path):
+    writer = StoreWriter(tmp_path / "store", MANIFEST, head(), 1000)
+    writer.plan([Planned("a", "train", "chat", 7)])
+    for change in (lambda states: states[:, :-1], lambda states: states[1:], lambda states: states.float()):
+        wrong = rows("a")
+        wrong.states[3] = change(wrong.states[3])
+        with pytest.raises(ValueError, match="boundary 3 of a is"):
+            writer.add(wrong)
+    writer.close()
 
 
 def test_both_lost_is_said(tmp_path):
@@ -410,8 +562,9 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path):
     folder = write(tmp_path / "store", ["a"]).folder
     for leftover in (folder / ".index.parquet.x.tmp", folder / "shards" / ".tmpAb3", folder / "shards" / ".000001.safetensors.y.tmp"):
         leftover.write_bytes(b"half")
+    (folder / ".ipynb_checkpoints").mkdir()
     StoreWriter(folder, MANIFEST, head(), 1000).close()
-    assert [p.name for p in folder.rglob(".*")] == [".lock"]
+    assert sorted(p.name for p in folder.rglob(".*")) == [".ipynb_checkpoints", ".lock"]
 
 
 def test_an_older_format_is_refused_by_its_name(tmp_path):

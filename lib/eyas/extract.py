@@ -119,31 +119,35 @@ def extract(config: Config, servers: list[Server], target: Target, prompts: Prom
             raise EyasError(f"the servers {statuses[0]['url']} and {status['url']} differ in version, dtype or flags", "the same of all", "python -m eyas server status, for each")
     fleet = Fleet(config, servers, statuses)
     samples, refused = _encode_all(conversations, tokenizer, config.max_length)
-    have, done, writer = 0, Counter(), None
+    asked, have, done, writer, summary = [c.id for c in conversations], set(), Counter(), None, None
     try:
         writer = StoreWriter(config.store_dir, manifest, target.head(), config.shard_mib * 2**20)
-        have = len(writer.extracted & {c.id for c in conversations})
+        have = writer.extracted
+        lengths = [len(s.input_ids) for s in samples if s.id not in have]
+        plan = planned(config, len(lengths), sum(lengths), target.n_blocks, target.hidden_size, statuses[0]["dtype"])
+        check_room(plan, config.store_dir, fleet.spool_bytes(plan.tok), anyway)
         by_id = {s.id: s for s in samples}
         todo = writer.plan([Planned(c.id, c.split, c.category, len(by_id[c.id].input_ids) if c.id in by_id else 0) for c in conversations], retry_failed)
-        tok = sum(len(by_id[id].input_ids) for id in todo if id in by_id)
-        check_room(planned(config, len(todo), tok, target.n_blocks, target.hidden_size, statuses[0]["dtype"]), config.store_dir, fleet.spools[0], anyway)
         fleet.clear_spools()
         with Progress(total=len(todo)) as progress:
             for id in set(todo) & set(refused):
                 writer.fail(id, refused[id])
                 progress.update(errors=1)
             _run(fleet, writer, [by_id[id] for id in todo if id in by_id], progress, done)
+        summary = _summarise(config, asked, done, have, time.monotonic() - started)
+        return summary
     except OSError as error:
         raise EyasError(f"writing the store failed: {error.strerror or error}", "room on its disk", "free some, then the same command again: it goes on where it was") from None
     finally:
         fleet.close()
-        if writer is not None:
-            with contextlib.suppress(OSError):  # Ctrl-C, a dead server: what has arrived is kept
-                writer.flush()
+        if writer is not None:  # else the store is another's, and so are its files in the spools
+            fleet.clear_spools()
+            if summary is None:  # Ctrl-C, a dead server, a full disk: what has arrived is kept
+                with contextlib.suppress(OSError):
+                    writer.flush()
+                with contextlib.suppress(OSError):
+                    _summarise(config, asked, done, have, time.monotonic() - started)
             writer.release()
-            with contextlib.suppress(OSError):
-                summary = _summarise(config, [c.id for c in conversations], done, have, time.monotonic() - started)
-    return summary
 
 
 def _encode_all(conversations, tokenizer, max_length: int) -> tuple[list[Sample], dict[str, str]]:
@@ -165,7 +169,7 @@ class Fleet:
         self.width = config.concurrency * len(servers)
         self.dtype = getattr(torch, statuses[0]["dtype"])
         self.spools = [Path(status["capture"]["spool"]) for status in statuses]
-        self.quota = sum(status["capture"]["quota"] for status in statuses)
+        self.quotas = [status["capture"]["quota"] for status in statuses]
         self.token_bytes = max(len(s["capture"]["boundaries"]) * s["capture"]["hidden_size"] for s in statuses) * self.dtype.itemsize + 8  # in a spool
         self.stopped = threading.Event()
         self.prefix = xxhash.xxh3_64_hexdigest(str(config.store_dir).encode()) + "-"  # of this store's files in a spool: its lock says that nobody else uses them
@@ -204,6 +208,10 @@ class Fleet:
         time.sleep(max(wait_s, 0.0))
         return n
 
+    def spool_bytes(self, tok: int) -> dict[Path, int]:
+        """The most that will wait in each spool while so many tokens are extracted."""
+        return {spool: min(quota, tok * self.token_bytes) for spool, quota in zip(self.spools, self.quotas)}
+
     def clear_spools(self) -> None:
         """Remove what an earlier client of this store asked for and never took."""
         for spool in self.spools:
@@ -213,7 +221,6 @@ class Fleet:
     def close(self) -> None:
         for client in self._clients:
             client.close()
-        self.clear_spools()
 
 
 def _run(fleet: Fleet, writer: StoreWriter, samples: list[Sample], progress: Progress, done: Counter) -> None:
@@ -225,7 +232,7 @@ def _run(fleet: Fleet, writer: StoreWriter, samples: list[Sample], progress: Pro
     with ThreadPoolExecutor(fleet.width) as pool:
         try:
             while queue or waiting:
-                while queue and len(waiting) < 2 * fleet.width and (not waiting or (in_flight_tok + len(queue[0].input_ids)) * fleet.token_bytes <= fleet.quota):
+                while queue and len(waiting) < 2 * fleet.width and (not waiting or (in_flight_tok + len(queue[0].input_ids)) * fleet.token_bytes <= sum(fleet.quotas)):
                     sample = queue.popleft()
                     in_flight_tok += len(sample.input_ids)
                     waiting.append((sample, pool.submit(fleet.capture, sample, writer.store.boundaries)))
@@ -259,7 +266,7 @@ def capture(client: httpx.Client, sample: Sample, boundaries: tuple[int, ...], d
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "custom_params": {"eyas_capture": name}}}
     try:
         answer = client.post("/generate", json=body)
-        if answer.status_code >= 500:
+        if answer.status_code >= 500 or answer.status_code in (408, 429):
             raise TransportError(f"HTTP {answer.status_code} from the server")
         if answer.status_code != 200:
             raise SampleError(f"HTTP {answer.status_code}: {answer.text[:200]}")
@@ -268,27 +275,24 @@ def capture(client: httpx.Client, sample: Sample, boundaries: tuple[int, ...], d
         raise TransportError(f"{type(error).__name__} from the server") from None
     except (ValueError, KeyError, TypeError):
         raise TransportError("the server's answer is no answer of SGLang's") from None
-    if "error" in found:
-        raise (TransportError if found.get("again") else SampleError)(f"server: {found['error']}")
-    path = Path(found["path"])
-    content = take_file(client, path, name)
+    if "error" in found or "path" not in found:
+        raise (TransportError if found.get("again") else SampleError)(f"server: {found.get('error', 'the answer names no file')}")
+    content = take_file(client, Path(found["path"]), name)
     try:
         tensors = load(content)
+        found_ids, captured = tensors["input_ids"].tolist(), {b: tensors[f"boundary_{b}"] for b in boundaries}  # [T, H] each
     except Exception as error:
         raise TransportError(f"the server's file can't be read: {type(error).__name__}") from None
-    if tensors["input_ids"].tolist() != ids:
+    if found_ids != ids:
         raise SampleError("the rows belong to other token ids")
-    states = {}
-    for b in boundaries:
-        rows = tensors[f"boundary_{b}"]  # [T, H]
+    for b, rows in captured.items():
         if rows.shape[0] != len(ids):
             raise SampleError(f"boundary {b} has {rows.shape[0]} rows for {len(ids)} tokens")
         if rows.dtype != dtype:
             raise SampleError(f"boundary {b} is {rows.dtype}, the server said {dtype}")
         if not torch.isfinite(rows).all():
             raise SampleError(f"boundary {b} holds NaN or Inf")
-        states[b] = rows
-    return states
+    return captured
 
 
 def take_file(client: httpx.Client, path: Path, name: str) -> bytes:
@@ -320,13 +324,16 @@ def take_file(client: httpx.Client, path: Path, name: str) -> bytes:
         pause_s = min(2 * pause_s, 0.05)
 
 
-def _summarise(config: Config, asked: list[str], counts: Counter, skipped: int, seconds: float) -> Summary:
+def _summarise(config: Config, asked: list[str], counts: Counter, have: set[str], seconds: float) -> Summary:
+    """`have`: samples that were there before; of `counts` (samples and tok of this run) come the rates."""
     store = Store.open(config.store_dir)
     done = store.index[store.index["state"] == "extracted"]
-    missing = store.index[(store.index["state"] != "extracted") & store.index["id"].isin(asked)]
+    there, failed = set(done["id"]) & set(asked), set(store.index.loc[store.index["state"] == "failed", "id"])
+    reasons = dict(zip(store.index["id"], store.index["reason"]))
+    missing = [id for id in asked if id not in there]
     summary = Summary(
-        len(asked), counts["samples"], skipped, len(missing), int((missing["state"] == "pending").sum()), len(done), int(done["length"].sum()),
-        int(done["loss_tok"].sum()), store.n_bytes, seconds, dict(zip(missing["id"], missing["reason"])),
+        len(asked), len(there - have), len(there & have), len(missing), sum(id not in failed for id in missing), len(done), int(done["length"].sum()),
+        int(done["loss_tok"].sum()), store.n_bytes, seconds, {id: reasons.get(id, "") for id in missing},
     )
     last_run = {name: value for name, value in asdict(summary).items() if name in ("asked", "extracted", "skipped", "failed", "pending", "seconds")}
     write_data_config(store, last_run | {"samples_per_s": counts["samples"] / max(seconds, 1e-9), "tok_per_s": counts["tok"] / max(seconds, 1e-9)})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from eyas.config import Config
 from eyas.errors import EyasError
-from eyas.files import read_json
+from eyas.files import is_sealed, read_json
 from eyas.progress import bytes_text, duration_text
 from eyas.store import free_bytes, token_bytes
 
@@ -76,21 +76,33 @@ def make_plan(config: Config) -> Plan:
 
 def planned(config: Config, samples: int, tok: int, n_blocks: int, hidden_size: int, computed: str) -> Plan:
     return Plan(samples, tok, config.stored_boundaries(n_blocks), hidden_size, store_dtype(config, computed), config.shard_mib * 2**20,
-                int(config.spool_gib * 2**30), config.plan_tok_per_s or _measured(config))
+                int(config.spool_gib * 2**30), config.plan_tok_per_s or last_run(config.store_dir).get("tok_per_s", 0.0))
 
 
-def check_room(plan: Plan, store: Path, spool: Path, anyway: bool = False) -> None:
-    """EyasError with the numbers when the store or the spool will not fit; `anyway` says that somebody knows better."""
-    in_flight = min(plan.spool_bytes, plan.bytes)
-    same = store.exists() and spool.exists() and store.stat().st_dev == spool.stat().st_dev
-    for name, folder, need in (("store", store, plan.bytes + in_flight * same), ("spool", spool, in_flight)):
-        if not spool.exists() and name == "spool":
-            continue  # on another machine; the client says so when the first file cannot be seen
+def check_room(plan: Plan, store: Path, spools: dict[Path, int], anyway: bool = False) -> None:
+    """EyasError with the numbers when what will lie on a disk does not fit; `anyway` says that somebody knows better.
+
+    `spools`: the most that waits in each. One that is not seen here lies on another machine; the client says so when the first file cannot be seen.
+    """
+    disks: dict[int, tuple[list[str], Path, int]] = {}
+    for name, folder, need in (("store", store, plan.bytes), *(("spool", spool, need) for spool, need in spools.items() if spool.exists())):
+        names, folder, total = disks.get(folder.stat().st_dev, ([], folder, 0))
+        disks[folder.stat().st_dev] = ([*names, name], folder, total + need)
+    for names, folder, need in disks.values():
         if not anyway and free_bytes(folder) < need + SPARE_BYTES:
             raise EyasError(
-                f"the {name}'s disk has {bytes_text(free_bytes(folder))} free, {bytes_text(need)} will be written ({plan.samples:,} samples, {plan.tok:,} tokens)", "room for them",
-                "free some, set EYAS_DATA to a larger disk, ask for fewer samples (-p train_samples N), -p store_fp8 true, or --anyway",
+                f"the disk of the {' and '.join(dict.fromkeys(names))} has {bytes_text(free_bytes(folder))} free, {bytes_text(need)} will be written ({plan.samples:,} samples, {plan.tok:,} tokens)",
+                f"room for them and {bytes_text(SPARE_BYTES)} to spare", "free some, set EYAS_DATA to a larger disk, ask for fewer samples (-p train_samples N), -p store_fp8 true, or --anyway",
             )
+
+
+def last_run(store: Path) -> dict:
+    """What data_config.json says of the run that wrote to a store last; nothing where it is missing, torn or altered."""
+    try:
+        config = read_json(store / "data_config.json")
+    except (ValueError, OSError):
+        return {}
+    return config["last_run"] if is_sealed(config) and isinstance(config.get("last_run"), dict) else {}
 
 
 def _lengths(config: Config) -> list[int]:
@@ -106,8 +118,3 @@ def _lengths(config: Config) -> list[int]:
         except EyasError:  # refused by the template; extraction will list it
             pass
     return lengths
-
-
-def _measured(config: Config) -> float:
-    path = config.store_dir / "data_config.json"
-    return read_json(path)["last_run"]["tok_per_s"] if path.is_file() else 0.0

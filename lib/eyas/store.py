@@ -11,10 +11,11 @@ Every sample gets its place, shard and offset, before any data is there (`plan`)
 store that was killed, ran out of disk, lost samples and was mended ends with the very bytes of one that was left in peace. A place
 whose sample is not there holds zeros. A shard is renamed to its final name before the index counts its samples, and the index is
 replaced as a whole: a kill at any moment leaves an index that names only what is there. Each shard's metadata repeats its rows of
-the index and the index repeats the manifest, so that either can be made again (`eyas.verify`).
+the index, with a hash of them, and the index repeats the manifest, so that either can be made again (`eyas.verify`).
 """
 
 import fcntl
+import itertools
 import json
 import shutil
 import threading
@@ -29,7 +30,6 @@ import pyarrow.parquet as pq
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 
 from eyas.errors import EyasError
 from eyas.files import is_sealed, read_json, seal, sha256_json, write_atomic, write_json, write_safetensors
@@ -44,7 +44,7 @@ FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 
 
 class StoreDamaged(EyasError):
-    """The manifest or the index itself is torn or altered."""
+    """The manifest or the index itself is missing, torn or altered."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ def from_fp8(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def content_hash(tensors: dict[str, torch.Tensor]) -> str:
-    """xxh3-128 over a sample's tensors as they are stored, by name: finds any altered byte (not an attacker)."""
+    """xxh3-128 over a sample's tensors as they are stored, with name, dtype and shape: finds any altered byte (not an attacker)."""
     digest = xxhash.xxh3_128()
     for name in sorted(tensors):
-        digest.update(name.encode())
+        digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
         digest.update(tensors[name].contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
 
@@ -114,13 +114,13 @@ class Store:
 
     @classmethod
     def open(cls, folder: Path) -> "Store":
-        """EyasError when there is no store, StoreDamaged when its manifest or index is torn or altered."""
+        """EyasError when there is no store, StoreDamaged when its manifest or index is missing, torn or altered."""
         folder = Path(folder)
-        if not (folder / "manifest.json").is_file():
-            raise EyasError(f"no store at {folder.name!r} of run {folder.parent.name!r}", "a folder with manifest.json", "python -m eyas extract --profile demo")
+        if not is_begun(folder):
+            raise EyasError(f"no store at {folder.name!r} of run {folder.parent.name!r}", "a folder with manifest.json", "python -m eyas extract")
         manifest = read_manifest(folder)
         if manifest.get("format") != FORMAT:
-            raise EyasError(f"the store's format is {manifest.get('format')!r}", FORMAT, "extract it again with this version")
+            raise EyasError(f"the store's format is {manifest.get('format')!r}", FORMAT, f"python -m eyas data rm {folder.parent.name} --yes, then python -m eyas extract")
         return cls(folder, manifest, read_index(folder)[0])
 
     @property
@@ -152,10 +152,13 @@ class Store:
         if missing:
             raise EyasError(f"the store has boundaries {list(self.boundaries)}, not {sorted(missing)}", "", "python -m eyas extract -p boundaries '[...]'")
         boundaries = self.boundaries if boundaries is None else boundaries
-        stored = self.stored(row, boundaries)
+        try:
+            stored = self.stored(row, boundaries)
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            raise EyasError(f"{row['shard']}, which holds sample {id!r}, cannot be read: {type(error).__name__}", "a whole shard", "python -m eyas verify --repair") from None
         mask = stored["loss_mask"]  # [T]
-        if len(mask) and mask.max() > 1:
-            raise ValueError(f"the loss mask of {id} holds {int(mask.max())}")
+        if len(mask) != row["length"] or mask.max() > 1:
+            raise EyasError(f"{row['shard']}, which holds sample {id!r}, is torn or altered", "as it was written", "python -m eyas verify --repair")
         states = {b: stored[f"boundary_{b}"] for b in boundaries}  # [T, H] each
         if self.manifest["dtype"] == "float8_e4m3fn":
             states = {b: from_fp8(rows, stored[f"scale_{b}"]) for b, rows in states.items()}
@@ -171,7 +174,10 @@ class Store:
         return {name: shard.get_slice(name)[span] for name in names}
 
     def head(self) -> Head:
-        weights = load_file(self.folder / "head.safetensors")
+        """EyasError when it is missing, torn or altered."""
+        weights = read_head(self.folder)
+        if weights is None:
+            raise EyasError(f"head.safetensors of run {self.folder.parent.name!r} is missing, torn or altered", "as it was written", "python -m eyas verify --repair")
         kind = NormedHead if self.manifest.get("last_state") == "post-norm" else Head
         return kind(weights["norm_weight"].float(), weights["lm_head"].float(), self.manifest["target"]["rms_norm_eps"])
 
@@ -208,11 +214,10 @@ class StoreWriter:
     def _open(self, manifest: dict, head: Head) -> None:
         for folder in (self.folder, self.folder / "shards"):  # hidden files are of a writer that was killed
             for leftover in folder.glob(".*"):
-                if leftover.name != ".lock":
+                if leftover.name != ".lock" and not leftover.is_dir():
                     leftover.unlink()
         manifest = seal({"format": FORMAT, **manifest})
-        path = self.folder / "manifest.json"
-        if path.is_file():
+        if is_begun(self.folder):
             differs = _differences(read_manifest(self.folder), manifest)
             if differs:
                 raise EyasError(
@@ -220,12 +225,12 @@ class StoreWriter:
                     f"another run, e.g. -p run_name NAME, or python -m eyas data rm {self.folder.parent.name}",
                 )
         else:
-            write_json(path, manifest)
+            write_json(self.folder / "manifest.json", manifest)
         if not (self.folder / "head.safetensors").is_file():
             weights = {"norm_weight": _compact(head.norm_weight), "lm_head": _compact(head.lm_head)}
             write_safetensors(self.folder / "head.safetensors", weights, {"content_hash": content_hash(weights)})
         self.store = Store.open(self.folder)
-        self._fp8 = manifest["dtype"] == "float8_e4m3fn"
+        self._dtype, self._fp8 = getattr(torch, manifest["dtype"]), manifest["dtype"] == "float8_e4m3fn"
         self._columns = index_columns(manifest)
         self._index = {row["id"]: row for row in self.store.index.to_dict("records")}
         self._lock = threading.Lock()  # of _index, which the writing thread changes
@@ -248,7 +253,8 @@ class StoreWriter:
     def plan(self, samples: list[Planned], retry_failed: bool = False) -> list[str]:
         """Give each new sample its place and say so in the index. Ids that this run has to `add` or `fail`, in order."""
         per_token = self.store.token_bytes
-        numbers = [int(name.split(".")[0]) for name in self._members]
+        taken = {int(name.split(".")[0]) for name in self._members}
+        numbers = (n for n in itertools.count() if n not in taken)  # a lost shard's number is taken again
         shard, filled = None, 0
         for sample in samples:
             row = self._index.get(sample.id)
@@ -259,8 +265,7 @@ class StoreWriter:
             place = {"shard": "", "offset": 0, "length": 0}
             if sample.length_tok:
                 if shard is None or filled * per_token >= self.shard_bytes:
-                    numbers.append(max(numbers, default=-1) + 1)
-                    shard, filled = f"{numbers[-1]:06d}.safetensors", 0
+                    shard, filled = f"{next(numbers):06d}.safetensors", 0
                     self._members[shard] = []
                 place = {"shard": shard, "offset": filled, "length": sample.length_tok}
                 self._members[shard].append(sample.id)
@@ -282,6 +287,8 @@ class StoreWriter:
         found = {"state": "extracted", "reason": "", "loss_tok": int(rows.loss_mask.sum()), "truncated": rows.truncated}
         for b in self.store.boundaries:
             states = rows.states[b]  # [T, H]
+            if tuple(states.shape) != (row["length"], self.store.manifest["hidden_size"]) or not (self._fp8 or states.dtype == self._dtype):
+                raise ValueError(f"boundary {b} of {rows.id} is {tuple(states.shape)} {states.dtype}")
             if self._fp8:
                 stored[f"boundary_{b}"], stored[f"scale_{b}"] = to_fp8(states)
                 error = from_fp8(stored[f"boundary_{b}"], stored[f"scale_{b}"]).float() - states.float()
@@ -329,7 +336,8 @@ class StoreWriter:
                 pieces[name].append(tensors[name] if tensors else self._zeros(name, row["length"]))
         place = ("id", "split", "category", "shard", "offset", "length")
         described = [row if row["state"] == "extracted" else _index_row(self._columns, state="pending", **{name: row[name] for name in place}) for row in rows]
-        write_safetensors(self.folder / "shards" / shard, pieces, {"rows": json.dumps(described, separators=(",", ":"))})
+        text = json.dumps(described, separators=(",", ":"))
+        write_safetensors(self.folder / "shards" / shard, pieces, {"rows": text, "rows_hash": xxhash.xxh3_128_hexdigest(text.encode())})
         with self._lock:
             for row in rows:
                 self._index[row["id"]] = row
@@ -342,7 +350,7 @@ class StoreWriter:
             return torch.zeros(length, dtype=torch.uint8)
         if name.startswith("scale_"):
             return torch.zeros(length, dtype=torch.float32)
-        return torch.zeros(length, self.store.manifest["hidden_size"], dtype=getattr(torch, self.store.manifest["dtype"]))
+        return torch.zeros(length, self.store.manifest["hidden_size"], dtype=self._dtype)
 
     def _write_index(self) -> None:
         with self._lock:
@@ -367,6 +375,15 @@ class StoreWriter:
         self._lock_file.close()
 
 
+def is_begun(folder: Path) -> bool:
+    """Is there anything of a store, be it without its manifest?"""
+    return any((Path(folder) / name).is_file() for name in ("manifest.json", "index.parquet")) or _has_shards(folder)
+
+
+def _has_shards(folder: Path) -> bool:
+    return next((Path(folder) / "shards").glob("*.safetensors"), None) is not None
+
+
 def lock_store(folder: Path) -> IO:
     """The open lock file of a store, whose folder is made; closing it, or dying, gives it back. EyasError: held by another, or not writable."""
     folder = Path(folder)
@@ -375,11 +392,26 @@ def lock_store(folder: Path) -> IO:
         file = open(folder / ".lock", "w")
     except OSError as error:
         raise EyasError(f"the store of run {folder.parent.name!r} can't be written: {error.strerror}", "a folder that can be written", "set EYAS_DATA to one") from None
+    return _flock(file, fcntl.LOCK_EX, folder.parent.name)
+
+
+def lock_for_reading(folder: Path) -> IO | None:
+    """Keeps writers out while it is open; None where nobody ever wrote, or this process could not. EyasError: somebody is writing."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        file = open(Path(folder) / ".lock")
+    except OSError:
+        return None
+    return _flock(file, fcntl.LOCK_SH, Path(folder).parent.name)
+
+
+def _flock(file: IO, kind: int, run_name: str) -> IO:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
         file.close()
-        raise EyasError(f"another process is writing to the store of run {folder.parent.name!r}", "one writer", "wait for it, or end it") from None
+        if isinstance(error, BlockingIOError):
+            raise EyasError(f"another process is writing to the store of run {run_name!r}, or verifying it", "one at a time", "wait for it, or end it") from None
+        raise EyasError(f"the store of run {run_name!r} can't be locked: {error.strerror}", "a file system that has locks", "set EYAS_DATA to a folder on one") from None
     return file
 
 
@@ -392,7 +424,7 @@ def read_manifest(folder: Path) -> dict:
     if not is_sealed(manifest):
         if isinstance(manifest, dict) and manifest.get("format") == "eyas-store-1":
             return manifest  # which had no seal; Store.open refuses it by its name
-        raise StoreDamaged(f"manifest.json of run {Path(folder).parent.name!r} is torn or altered", "as it was written", "python -m eyas verify --repair")
+        raise StoreDamaged(f"manifest.json of run {Path(folder).parent.name!r} is missing, torn or altered", "as it was written", "python -m eyas verify --repair")
     return manifest
 
 
@@ -411,9 +443,9 @@ def write_index(folder: Path, rows: list[dict], manifest: dict) -> None:
 
 
 def read_index(folder: Path) -> tuple[pd.DataFrame, dict | None]:
-    """(rows, copy of the manifest); no rows where there is no index yet. StoreDamaged when it is not what was written."""
+    """(rows, copy of the manifest); no rows where there is no index yet, and so no shard. StoreDamaged when it is not what was written."""
     path = Path(folder) / "index.parquet"
-    if not path.is_file():
+    if not path.is_file() and not _has_shards(folder):
         return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in COLUMNS.items()}), None
     try:
         table = pq.read_table(path)
@@ -422,8 +454,32 @@ def read_index(folder: Path) -> tuple[pd.DataFrame, dict | None]:
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, UnicodeError, OverflowError, MemoryError):
         whole = False
     if not whole:
-        raise StoreDamaged(f"index.parquet of run {Path(folder).parent.name!r} is torn or altered", "as it was written", "python -m eyas verify --repair")
+        raise StoreDamaged(f"index.parquet of run {Path(folder).parent.name!r} is missing, torn or altered", "as it was written", "python -m eyas verify --repair")
     return frame, written["manifest"]
+
+
+def read_head(folder: Path) -> dict[str, torch.Tensor] | None:
+    """The weights of head.safetensors, or None when they are not what was written."""
+    try:
+        with safe_open(Path(folder) / "head.safetensors", framework="pt") as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}
+            return weights if (file.metadata() or {}).get("content_hash") == content_hash(weights) else None
+    except (SafetensorError, OSError, ValueError):
+        return None
+
+
+def rows_of_shard(path: Path) -> list[dict]:
+    """What a shard says of its samples, from its header alone: its data may be torn. ValueError when the header is not what was written."""
+    try:
+        with open(path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            metadata = json.loads(file.read(size) if size <= path.stat().st_size else b"")["__metadata__"]
+        rows, whole = json.loads(metadata["rows"]), xxhash.xxh3_128_hexdigest(metadata["rows"].encode()) == metadata["rows_hash"]
+    except (OSError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no header of a shard: {type(error).__name__}") from None
+    if not whole:
+        raise ValueError("its header is altered")
+    return rows
 
 
 def free_bytes(folder: Path) -> int:
@@ -434,7 +490,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def _rows_hash(frame: pd.DataFrame) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(frame.to_dict("split", index=False), separators=(",", ":")).encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps({name: frame[name].tolist() for name in frame}, separators=(",", ":")).encode())
 
 
 def _kept(store: Store, row: dict) -> dict[str, torch.Tensor] | None:

@@ -3,11 +3,13 @@
 Whether it is the *right thing* (serving's own states) is another question: `python -m eyas parity`.
 
 What finds an altered byte: manifest.json and data_config.json carry a hash of their content, index.parquet a hash of its rows, each row the
-content hash of its sample, each shard its rows of the index. A change that leaves all of them as they are is harmless by construction: it
-is in white space of a JSON file, in bytes of the Parquet file that no value comes from, or in the zeros of a place whose sample is not there.
+content hash of its sample, each shard its rows of the index and a hash of them. A change that leaves all of them as they are is harmless by
+construction: it is in white space of a JSON file, in bytes of the Parquet file that no value comes from, or in the zeros of a place whose sample is not there.
 """
 
+import contextlib
 import json
+import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +22,12 @@ from safetensors import SafetensorError, safe_open
 from eyas.errors import EyasError
 from eyas.extract import counted, write_data_config
 from eyas.files import is_sealed, read_json, write_json
+from eyas.plan import last_run
 from eyas.progress import Progress
 from eyas.prompts import PromptSet, encode, template_hash, tokenizer_hash
-from eyas.store import Store, StoreDamaged, content_hash, index_columns, lock_store, read_index, read_manifest, tensor_names, write_index
+from eyas.store import (
+    Store, StoreDamaged, content_hash, index_columns, lock_for_reading, lock_store, read_head, read_index, read_manifest, rows_of_shard, tensor_names, write_index,
+)
 
 
 @dataclass
@@ -51,8 +56,13 @@ class VerifyReport:
 def verify(folder: Path, prompts: PromptSet | None = None, tokenizer=None, deep: bool = True) -> VerifyReport:
     """Read everything back; not `deep`: sizes and headers only. With the prompt set and the tokenizer, ids and masks are compared with what they should be.
 
-    The report is kept beside the store, as verification.json. EyasError when there is no store.
+    The report is kept beside the store, as verification.json, where that can be written. EyasError when there is no store, or somebody is writing to it.
     """
+    with lock_for_reading(folder) or contextlib.nullcontext():
+        return _verify(folder, prompts, tokenizer, deep)
+
+
+def _verify(folder: Path, prompts: PromptSet | None, tokenizer, deep: bool) -> VerifyReport:
     report = VerifyReport()
     try:
         store = Store.open(folder)
@@ -65,12 +75,15 @@ def verify(folder: Path, prompts: PromptSet | None = None, tokenizer=None, deep:
     states = index["state"].value_counts()
     doubled = sorted(set(index.loc[index["id"].duplicated(), "id"]))
     detail = " + ".join(f"{states.get(state, 0)} {state}" for state in ("extracted", "failed", "pending")) + f" = {len(index)} rows"
+    if states.get("pending", 0):
+        detail += "; pending ones come with the same extract again"
     report.checks.append(("index", not doubled, detail + (f"; doubled: {doubled[:3]}" if doubled else "")))
-    _check_head(store, report)
-    expected = _expected(store, prompts, tokenizer, report)
+    expected = _expected(store, prompts, tokenizer, report) if not doubled else {}
+    whole = read_head(store.folder) is not None
+    report.checks.append(("head", whole, "final norm and head as written" if whole else "missing, torn or altered: --repair has it written again"))
     if deep:
         _read_samples(store, done, expected, report)
-    _check_shards(store, index, report)
+    _check_shards(store, report)
     bad = len(report.damaged)
     what = "shapes, dtype, finite, ids and mask, content hash" if deep else "sizes and headers only"
     report.checks.append(("samples", not bad, f"{len(done) - bad} of {len(done)} whole: {what}"))
@@ -81,13 +94,14 @@ def verify(folder: Path, prompts: PromptSet | None = None, tokenizer=None, deep:
 
 def _keep(folder: Path, report: VerifyReport, deep: bool) -> None:
     checks = [{"check": name, "ok": bool(ok), "detail": detail} for name, ok, detail in report.checks]
-    write_json(folder / "verification.json", {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "ok": report.ok, "deep": deep, "checks": checks, "damaged": report.damaged, "extra": report.extra,
-    })
+    with contextlib.suppress(OSError):  # a full or read-only disk changes nothing about the store
+        write_json(folder / "verification.json", {
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "ok": report.ok, "deep": deep, "checks": checks, "damaged": report.damaged, "extra": report.extra,
+        })
 
 
 def _expected(store: Store, prompts: PromptSet | None, tokenizer, report: VerifyReport) -> dict:
-    """id -> Sample as the prompt set has it now; the manifest must name this very prompt set and tokenizer. Nothing for an imported store."""
+    """id -> Sample as the prompt set has it now. Nothing for an imported store, or when the manifest names another prompt set or tokenizer: that is no damage of samples."""
     manifest = store.manifest
     if prompts is None or tokenizer is None or manifest["prompts"]["hash"] is None:
         return {}
@@ -97,6 +111,8 @@ def _expected(store: Store, prompts: PromptSet | None, tokenizer, report: Verify
         ("chat template", manifest["template_hash"], template_hash(tokenizer)),
     ):
         report.checks.append((name, was == now, "as in the manifest" if was == now else f"the manifest has {was[:12]}, it is {now[:12]} now"))
+    if not report.ok:
+        return {}
     wanted = set(store.samples())
     return {c.id: encode(c, tokenizer, manifest["prompts"]["max_length"]) for c in prompts.conversations if c.id in wanted}
 
@@ -140,50 +156,51 @@ def _wrong(store: Store, row: dict, expected) -> str:
     return ""
 
 
-def _check_head(store: Store, report: VerifyReport) -> None:
-    try:
-        with safe_open(store.folder / "head.safetensors", framework="pt") as file:
-            whole = (file.metadata() or {}).get("content_hash") == content_hash({name: file.get_tensor(name) for name in file.keys()})
-    except (SafetensorError, OSError, ValueError):
-        whole = False
-    report.checks.append(("head", whole, "final norm and head as written" if whole else "torn or altered: --repair has it written again"))
-
-
-def _check_shards(store: Store, index: pd.DataFrame, report: VerifyReport) -> None:
+def _check_shards(store: Store, report: VerifyReport) -> None:
     """Each shard has the length that the plan gave it and says of itself what the index says; no file is there that nobody planned."""
     names, width = tensor_names(store.boundaries, store.manifest["dtype"]), store.manifest["hidden_size"]
     counted_bytes = stored_bytes = 0
-    for name, rows in index[index["shard"] != ""].groupby("shard", sort=True):
-        path, done = store.folder / "shards" / name, rows[rows["state"] == "extracted"]
-        counted_bytes += int(done["length"].sum()) * store.token_bytes
-        if not len(done):
+    planned: dict[str, list[dict]] = {}  # shard -> its rows of the index
+    for row in store.index.to_dict("records"):
+        if row["shard"]:
+            planned.setdefault(row["shard"], []).append(row)
+    for name, rows in sorted(planned.items()):
+        path, done = store.folder / "shards" / name, [row for row in rows if row["state"] == "extracted"]
+        counted_bytes += sum(row["length"] for row in done) * store.token_bytes
+        if not done:
             continue
-        tokens, what = int(rows["length"].sum()), ""
+        tokens, what = sum(row["length"] for row in rows), ""
         try:
             with safe_open(path, framework="pt") as shard:
                 shapes = {key: shard.get_slice(key).get_shape() for key in shard.keys()}
-                described = [row for row in json.loads((shard.metadata() or {})["rows"]) if row["state"] == "extracted"]
+            described = {row["id"]: row for row in rows_of_shard(path)}
             if shapes != {key: [tokens, width] if key.startswith("boundary_") else [tokens] for key in names}:
                 what = "has other tensors than the index says"
-            elif described != json.loads(json.dumps(done.to_dict("records"))):
-                what = "says other things of its samples than the index"
+            elif _places(described.values()) != _places(rows) or any(described[row["id"]] != row for row in done):
+                what = "says other things of its samples than the index"  # it may say more, after a kill
             stored_bytes += path.stat().st_size
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             what = f"cannot be read: {type(error).__name__}"
         if what:
-            report.damaged.update({id: f"{name} {what}" for id in done["id"] if id not in report.damaged})
-    planned = set(index["shard"])
-    report.extra = sorted(path.name for path in (store.folder / "shards").iterdir() if path.name not in planned)
+            report.damaged.update({row["id"]: f"{name} {what}" for row in done if row["id"] not in report.damaged})
+    folder = store.folder / "shards"
+    report.extra = sorted(path.name for path in folder.iterdir() if path.name not in planned) if folder.is_dir() else []
     detail = f"{counted_bytes:,} bytes of samples in {stored_bytes:,} bytes of shards"
     report.checks.append(("files", not report.extra, detail + (f"; not the store's: {', '.join(report.extra[:5])}" if report.extra else "")))
+
+
+def _places(rows) -> list[tuple]:
+    """What a shard and the index say alike of every sample that was planned for it."""
+    return sorted((row["offset"], row["id"], row["split"], row["category"], row["shard"], row["length"]) for row in rows)
 
 
 def _check_counts(store: Store, report: VerifyReport) -> None:
     path, want = store.folder / "data_config.json", counted(store)
     try:
-        config = read_json(path) if path.is_file() else {}
-    except ValueError:
-        config = {}
+        config = read_json(path)
+    except (ValueError, OSError):
+        config = None
+    config = config if isinstance(config, dict) else {}
     wrong = [f"{name} is {config.get(name)}, should be {value}" for name, value in want.items() if config.get(name) != value]
     if not wrong and not is_sealed(config):
         wrong = ["altered"]
@@ -218,9 +235,12 @@ def _repair(folder: Path, report: VerifyReport) -> list[str]:
         rows = _rows_of_shards(folder, manifest)
         write_index(folder, rows, manifest)
         done.append(f"index.parquet: made again from the shards, {len(rows)} samples")
+    planned = set(read_index(folder)[0]["shard"])
     for name in report.extra:
-        (folder / "shards" / name).unlink(missing_ok=True)
-        done.append(f"{name}: removed, nobody planned it")
+        path = folder / "shards" / name
+        if name not in planned:  # by now
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+            done.append(f"{name}: removed, nobody planned it")
     if any(name == "head" and not ok for name, ok, _ in report.checks):
         (folder / "head.safetensors").unlink(missing_ok=True)
         done.append("head.safetensors: removed, extract writes it again")
@@ -233,18 +253,15 @@ def _repair(folder: Path, report: VerifyReport) -> list[str]:
         write_index(folder, rows, manifest)
         done.append(f"{len(report.damaged)} samples: marked, extract makes just these again")
         store = Store.open(folder)
-    config = read_json(folder / "data_config.json") if (folder / "data_config.json").is_file() else {}
-    write_data_config(store, config.get("last_run", {}))
+    write_data_config(store, last_run(folder))
     return done
 
 
 def _rows_of_shards(folder: Path, manifest: dict) -> list[dict]:
-    rows = []
+    rows, columns = {}, list(index_columns(manifest))
     for path in sorted((folder / "shards").glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as shard:
-                rows += json.loads((shard.metadata() or {})["rows"])
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError):
-            continue  # its samples are planned anew, after these
-    columns = list(index_columns(manifest))
-    return [{name: row[name] for name in columns} for row in rows]
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # its samples are planned anew, after these
+            found = {row["id"]: {name: row[name] for name in columns} for row in rows_of_shard(path)}
+            if not found.keys() & rows.keys() and all(row["shard"] == path.name for row in found.values()):  # else somebody's copy
+                rows |= found
+    return list(rows.values())
