@@ -242,12 +242,13 @@ def test_headline_is_copied_to_the_index(tmp_path, monkeypatch, differing):
     })
     write_json(config.acceptance_dir / "walk.json", {"counts": {"samples": 48}, "acceptance_length": interval(1.598, 1.52, 1.68)})
     monkeypatch.setattr(report, "_data_sentence", lambda config: "1,000 training conversations")
+    monkeypatch.setattr(report, "_parity_sentence", lambda config: "passed (4 tests, 12 samples)")
     record, _ = run(tmp_path, "pass")
     assert record["headline"]["acceptance_length"] == {"value": 1.6234, "low": 1.512, "high": 1.741, "prompts": 24}
     assert record["headline"]["offline_estimate"] == {"value": 1.598, "low": 1.52, "high": 1.68, "prompts": 48}
     index = (tmp_path / "reports" / "index.html").read_text()
     for text in ("<b>1.62</b>", "95 % interval 1.51 to 1.74; 24 prompts", "<b>1.60</b>", "95 % interval 1.52 to 1.68; 48 prompts", "<b>1.21</b>",
-                 "boundaries 2, 15, 27", "1,000 training conversations", "9.1% of the decoded bigrams", "3 of 8 outputs differ from greedy, 3 of them at a tie; speed ratio 1.30, 95 % interval 1.20 to 1.40"):
+                 "boundaries 2, 15, 27", "1,000 training conversations", "passed (4 tests, 12 samples)", "9.1% of the decoded bigrams", "3 of 8 outputs differ from greedy, 3 of them at a tie; speed ratio 1.30, 95 % interval 1.20 to 1.40"):
         assert text in index, text
     answer = "Serve it: 1.21 times" if differing == 0 else "Don&#x27;t serve it: its output is not"
     assert f"output identical to greedy (float32): {'no' if differing else 'yes'}" in index and answer in index

@@ -174,6 +174,29 @@ def test_a_capture_name_never_leaves_the_spool(server, name):
     assert not list((config.server_dir / "spool").iterdir())
 
 
+def test_rows_of_decoding_are_those_of_prefill(server, send, conversations):
+    """A given text is decoded token by token, beside others; its rows and tokens are the prefilled ones."""
+    texts, start = [ids[:60].tolist() for ids in conversations[:3]], 40
+
+    def decode(ids):
+        with Asked(server[1], BOUNDARIES) as asked:
+            return asked.decode(ids, start, 20)
+
+    with ThreadPoolExecutor(3) as pool:
+        decoded = list(pool.map(decode, texts))  # refuses tokens other than the given ones
+    for (positions, rows), whole in zip(decoded, send(texts), strict=True):
+        assert positions.tolist() == list(range(start, 60))
+        same_rows(rows, {b: states[start:] for b, states in whole.items()})
+
+
+def test_rows_as_computed_of_a_prefill_are_all_of_them(server, send, conversations):
+    ids = conversations[0][:50].tolist()
+    with Asked(server[1], BOUNDARIES) as asked:
+        positions, rows = asked.prefill_as_it_comes(ids, 0)
+    assert positions.tolist() == list(range(50))
+    same_rows(rows, send([ids])[0])
+
+
 def test_server_is_found_again_and_a_second_one_refused(server):
     config, running = server
     assert find_server(config).pid == running.pid

@@ -206,7 +206,7 @@ def store(tmp_path, target):
 
 
 def config_for(**values) -> Config:
-    return Config.create(**{"run_name": "tiny", "boundaries": (2, 3), "threads": 1, "draft_vocab_size": 40, "epochs": 3.0, "batch_tok": 64, "max_length": 512, **values})
+    return Config.create(**{"run_name": "tiny", "boundaries": (2, 3), "threads": 1, "draft_vocab_size": 40, "epochs": 3.0, "batch_tok": 64, "max_length": 512, "without_parity": True, **values})
 
 
 def test_learns_and_reports(data, store, target):
@@ -248,7 +248,7 @@ eyas.train.train(config, Store.open(sys.argv[2]), load_target(sys.argv[3]), on_s
 def test_killed_and_started_again_gives_the_same_weights(data, store, target):
     whole = load_drafter(train(config_for(run_name="whole"), store, target), target)
     config = config_for(run_name="killed")
-    values = {name: getattr(config, name) for name in ("run_name", "boundaries", "threads", "draft_vocab_size", "epochs", "batch_tok")}
+    values = {name: getattr(config, name) for name in ("run_name", "boundaries", "threads", "draft_vocab_size", "epochs", "batch_tok", "without_parity")}
     environment = {**os.environ, "PYTHONPATH": str(Path(eyas.train.__file__).parents[1]), "EYAS_DATA": str(data)}
     process = subprocess.run([sys.executable, "-c", KILLED, repr(values), str(store.folder), str(target.folder)], env=environment, capture_output=True, text=True)
     assert process.returncode == -signal.SIGKILL, process.stderr

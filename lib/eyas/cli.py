@@ -167,6 +167,21 @@ def _verify(args) -> int:
     return 0 if report.ok else 1
 
 
+def _parity(args) -> int:
+    from eyas.parity import certify, summary
+    from eyas.prompts import load_prompts
+    from eyas.serve import need_servers
+    from eyas.store import Store
+    from eyas.target import load_target
+
+    config = _config(args)
+    store = Store.open(config.store_dir)
+    prompts = load_prompts(config.answered_path) if store.manifest["prompts"]["hash"] else None  # an imported store has none
+    record = certify(config, need_servers(config)[0], store, load_target(config.target), prompts, full=args.full)
+    print(summary(record))
+    return 0 if record["passed"] else 1
+
+
 def _store_export(args) -> int:
     from eyas.formats import export_store
     from eyas.store import Store
@@ -296,6 +311,10 @@ def build_parser() -> argparse.ArgumentParser:
     into.add_argument("--norm", choices=("pre", "post"), help="last states stand before or after the final norm (default: as the format has them, and checked)")
     into.add_argument("--heldout-every", type=int, default=20, metavar="N", help="hold out the first of every N samples (default: 20; 0: none)")
     into.set_defaults(run=_store_import)
+
+    parity = _with_profile(commands.add_parser("parity", help="compare samples of the store with independent references, and certify it for training"))
+    parity.add_argument("--full", action="store_true", help="also against a second server with prefix cache and chunked prefill")
+    parity.set_defaults(run=_parity)
 
     _with_profile(commands.add_parser("train", help="train the run's drafter from its store; goes on where it was")).set_defaults(run=_train)
 

@@ -223,7 +223,7 @@ def _facts(run: dict, headline: dict) -> str:
         bfloat16 = (f"{again['differing']} of {again['prompts']} outputs differ from greedy" + (f", {again['ties']} of them at a tie" if again["differing"] else "")
                     + (f"; speed ratio {ratio['value']:.2f}{_interval(ratio)}" if ratio and ratio["value"] is not None else ""))
     target = f"{headline['target']}, drafter fed from boundaries {', '.join(map(str, headline['boundaries']))}" if headline else run["settings"]["target"]
-    facts = [("Target", target), ("Data", headline.get("data")), ("Text", text), ("In bfloat16", bfloat16),
+    facts = [("Target", target), ("Data", headline.get("data")), ("Parity", headline.get("parity")), ("Text", text), ("In bfloat16", bfloat16),
              ("Duration", duration_text(run["duration_s"]) + (", without the notebooks of earlier runs" if any(n.get("earlier") for n in run["notebooks"]) else "")),
              ("Git", state),
              ("Versions", ", ".join(f"{name} {version}" for name, version in run["versions"].items())),

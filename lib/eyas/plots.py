@@ -313,6 +313,30 @@ def plot_lengths(index: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return ax
 
 
+def plot_parity(tests: list[dict], ax: Axes | None = None) -> Axes:
+    """How far states are from what they should be, by boundary: median and 90th percentile over tokens, beside the limit. tests: those of parity.json."""
+    with plt.rc_context(STYLE):
+        ax = _axes(ax)
+        rows = {test["name"]: test["rows"] for test in tests}
+        series = {"stored, against float32": rows["boundary"]}
+        for row in rows["serving"]:
+            series.setdefault(f"stored, against {row['how']}", []).append(row)
+        x = {row["boundary"]: n for n, row in enumerate(rows["boundary"])}
+        width = 0.8 / len(series)
+        for n, (name, found) in enumerate(series.items()):
+            at = np.array([x[row["boundary"]] for row in found]) + (n - (len(series) - 1) / 2) * width
+            low, high = (np.array([row[f"error_{q}"] for row in found]) for q in ("p50", "p90"))
+            ax.errorbar(at, low, yerr=[np.zeros_like(low), high - low], color=COLOURS[n], marker="os^Dv"[n % 5], markersize=8, capsize=4, linestyle="none", label=name)
+            limits = np.array([row["limit_p50"] for row in found])
+            ax.hlines(limits, at - width / 2, at + width / 2, color=VERMILION, linewidth=2, label="limit of the median: two floors" if n == 0 else None)
+        ax.set_xticks(list(x.values()), [str(b) for b in x])
+        ax.set_ylim(0, None)
+        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
+        ax.set(xlabel="boundary", ylabel="distance, % of the state's own size", title="Median distance of the states (whisker: 90th percentile)")
+        ax.legend(loc="upper left", bbox_to_anchor=(0, -0.16), ncols=2)
+    return ax
+
+
 def _error(values: np.ndarray, intervals: list[dict]) -> np.ndarray:
     """[2, n] distances for errorbar; none where an interval could not be made."""
     low = [interval["low"] if interval["low"] is not None else value for value, interval in zip(values, intervals)]

@@ -167,6 +167,7 @@ def headline(config: Config) -> dict | None:
         "target": found["settings"]["target"],
         "boundaries": found["settings"]["boundaries"],
         "data": _data_sentence(config),
+        "parity": _parity_sentence(config),
         "acceptance_length": block(found, "acceptance_length", counts["prompts"]),
         "offline_estimate": block(walked, "acceptance_length", walked["counts"]["samples"]) if walked else None,
         "speed_ratio": block(found, "speed_ratio", counts["prompts"]),
@@ -188,6 +189,14 @@ def _data_sentence(config: Config) -> str:
     train, heldout = done[done["split"] == "train"], done[done["split"] == "heldout"]
     return (f"{len(train):,} training conversations ({train['length'].sum():,} tokens, {train['loss_tok'].sum():,} supervised) in "
             f"{train['category'].nunique()} categories, {len(heldout):,} of held-out topics")
+
+
+def _parity_sentence(config: Config) -> str:
+    from eyas.certificate import read_certificate, verdict
+    from eyas.store import Store
+
+    record = read_certificate(Store.open(config.store_dir))
+    return verdict(record) if record else "no certificate of these data"
 
 
 def write_index(reports: Path = REPORTS) -> Path:

@@ -31,6 +31,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
+from eyas.certificate import need_certificate
 from eyas.config import Config
 from eyas.drafter import Drafter, DrafterConfig, initial_drafter, save_drafter
 from eyas.errors import EyasError
@@ -367,9 +368,11 @@ class Training:
 def train(config: Config, store, target: Target, on_step=None) -> Path:
     """Train the run's drafter, or go on where a checkpoint is; gives its folder. `on_step(dict of step, loss, tok)` is called after each optimiser step.
 
-    EyasError: a store without training samples, without the boundaries or of another target; a checkpoint of another drafter shape, store
-    or settings; D larger than the vocabulary; a loss that is not finite.
+    EyasError: a store without a passing parity certificate (unless `without_parity`), without training samples, without the boundaries or of
+    another target; a checkpoint of another drafter shape, store or settings; D larger than the vocabulary; a loss that is not finite.
     """
+    if not config.without_parity:
+        need_certificate(store, config.run_name)
     torch.set_flush_denormal(True)  # Adam's moments of rare tokens fade into denormal numbers
     torch.set_num_threads(config.threads)
     training = Training(config, store, target)

@@ -1,0 +1,297 @@
+"""The parity certificate: clean data of three targets pass, and every fault of the list is caught by the test that is to catch it.
+
+Two tiny targets (Llama, Qwen3) have a server each for the length of this module; SmolLM2 has the session's.
+"""
+
+import contextlib
+import dataclasses
+import shutil
+
+import httpx
+import pytest
+import torch
+from tiny import make_tiny_target
+
+import eyas.parity
+from eyas.certificate import certificate_path, need_certificate, read_certificate, verdict
+from eyas.config import Config
+from eyas.errors import EyasError
+from eyas.extract import extract
+from eyas.faults import FP8, clean, faults, template_mismatch
+from eyas.files import ROOT, read_json, write_json
+from eyas.parity import CHUNK_TOK, Asked, Evidence, HuggingFace, as_stored, ask, ask_full, certify, chosen_samples, distance, examine, match, policy_test, text_test
+from eyas.prompts import load_prompts
+from eyas.serve import server_up
+from eyas.store import Store
+from eyas.target import load_target
+from eyas.train import train
+
+CAUGHT_BY = {  # fault -> the test that has to catch it; others may too
+    "boundary shifted by one, start": "boundary",
+    "boundary shifted by one, middle": "boundary",
+    "boundary shifted by one, end": "head",
+    "last state after the norm": "head",
+    "rows shifted by one token": "head",
+    "one row repeated, the next dropped": "boundary",
+    "half the rows from a prefix-cache hit": "boundary",
+    "the same, another request's rows in their place": "boundary",
+    "states of two samples swapped": "head",
+    "two samples swapped whole": "text",
+    "right tensor, another sample's token ids": "boundary",
+    "fp8 scale shared over boundaries": "boundary",
+    "loss mask off by one, late": "text",
+    "loss mask off by one, early": "text",
+    "template mismatch": "text",
+}
+
+
+@dataclasses.dataclass
+class Case:
+    """A store with its server, and the evidence on some of its samples."""
+
+    config: Config
+    server: object
+    target: object
+    prompts: object
+    store: Store
+    samples: dict
+    evidence: dict
+    reference: HuggingFace
+
+    def __post_init__(self):
+        self.head, self.tokenizer, self.dtype = self.store.head(), self.target.tokenizer(), self.store.manifest["dtype"]
+
+    def examine(self, samples, evidence=None, dtype=None) -> dict:
+        """{name of a test: its verdict}."""
+        return {v.name: v for v in examine(samples, evidence or self.evidence, self.head, dtype or self.dtype, self.tokenizer)}
+
+    def anew(self, ids: torch.Tensor, expected=None) -> tuple[dict[int, torch.Tensor], Evidence]:
+        """What the server computes for these ids, and the evidence on them."""
+        with Asked(self.server, self.store.boundaries) as asked:
+            served = asked.prefill(ids.tolist())
+        return served.states["another batch"][1], Evidence(served, self.reference(ids, served.top_ids), expected)
+
+
+def make_case(config: Config, server, n_samples: int) -> Case:
+    target, prompts = load_target(config.target), load_prompts(config.prompt_path)
+    extract(config, [server], target, prompts)
+    store = Store.open(config.store_dir)
+    tokenizer, reference = target.tokenizer(), HuggingFace(target, 2)
+    samples = {id: store.read(id) for id in chosen_samples(store, n_samples, seed=1, token_bytes=1)}
+    served = ask(server, samples, store.boundaries)
+    expected = eyas.parity.expected_samples(config, prompts, tokenizer, list(samples))
+    evidence = {id: Evidence(served[id], reference(samples[id]["input_ids"], served[id].top_ids), expected[id]) for id in samples}
+    return Case(config, server, target, prompts, store, samples, evidence, reference)
+
+
+@pytest.fixture(scope="module", params=["Llama", "Qwen3"])
+def running_case(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    with contextlib.ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:  # while it is made; then each test sets it for itself
+            patch.setenv("EYAS_DATA", str(folder / "data"))
+            target = make_tiny_target(folder / f"tiny-{request.param}", family=request.param, seed=3)
+            config = Config.create(run_name="parity", target=str(target), boundaries=(1, 2, 3), train_samples=14, heldout_samples=4, max_length=320, context_tok=1000,
+                                   max_total_tok=8192, shard_mib=1, parity_samples=4)
+            made = make_case(config, stack.enter_context(server_up(config, tied=True)), n_samples=3)
+        yield made
+
+
+@pytest.fixture
+def case(running_case, monkeypatch):
+    monkeypatch.setenv("EYAS_DATA", str(running_case.store.folder.parents[2]))
+    return running_case
+
+
+@pytest.fixture(scope="module")
+def altered(running_case):
+    """{fault: Altered} of this case."""
+    case = running_case
+    return {found.fault: found for found in faults(case.samples, case.evidence, case.head, case.dtype, case.tokenizer)}
+
+
+# ---- clean data
+
+
+@pytest.mark.server
+def test_the_certificate_of_clean_data(case):
+    record = certify(case.config, case.server, case.store, case.target, case.prompts)
+    assert record["passed"], eyas.parity.summary(record)
+    assert [t["name"] for t in record["tests"] if t["ok"]] == ["text", "head", "boundary", "serving"]
+    assert {row["how"] for row in record["tests"][3]["rows"]} == {"another batch", "decoding"}
+    assert all(row["caught by"] == ("nothing" if row["fault"].startswith("none") else row["caught by"]) for row in record["faults"])
+    assert [row["fault"] for row in record["faults"] if row["caught by"] == "nothing"] == ["none", "none, stored as fp8"]
+    assert len(record["samples"]) == 4 and set(record["samples"]) <= set(case.store.samples())
+    assert need_certificate(case.store, "parity")["samples"] == record["samples"]
+    assert verdict(record) == "passed (4 tests, 4 samples)"
+
+
+@pytest.mark.server
+def test_clean_fp8_passes_and_so_does_a_store_of_fp8(case):
+    for found in clean(case.samples, case.evidence, case.dtype):
+        for name, v in case.examine(found.samples, found.evidence, found.dtype).items():
+            assert v.ok is not False, (found.fault, name, v.detail)
+    config = dataclasses.replace(case.config, run_name="fp8", store_fp8=True, server_url=case.server.url)
+    extract(config, [case.server], case.target, case.prompts)
+    store = Store.open(config.store_dir)
+    assert store.manifest["dtype"] == FP8
+    record = certify(config, case.server, store, case.target, case.prompts)
+    assert record["passed"], eyas.parity.summary(record)
+
+
+@pytest.mark.server
+def test_smollm2_passes(server, embedded):
+    config, running = server
+    config = Config.create(run_name="parity", target=config.target, server_url=running.url, train_samples=10, heldout_samples=2, max_length=128, parity_samples=4)
+    prompts = load_prompts(config.prompt_path)
+    extract(config, [running], embedded, prompts)
+    record = certify(config, running, Store.open(config.store_dir), embedded, prompts)
+    assert record["passed"], eyas.parity.summary(record)
+    assert [row["caught by"] for row in record["faults"] if row["fault"].startswith("none")] == ["nothing", "nothing"]
+    assert {row["fault"]: row["caught by"] for row in record["faults"]}.keys() - {"none", "none, stored as fp8"} == CAUGHT_BY.keys()
+    for row in record["faults"]:
+        assert CAUGHT_BY.get(row["fault"], "nothing") in row["caught by"], row
+    policy = record["tests"][4]["rows"][0]
+    assert policy["greedy"] / policy["supervised"] > 0.9, "the shipped responses are its own"
+
+
+@pytest.mark.server
+def test_prefix_cache_and_chunked_prefill(case, monkeypatch):
+    """A second server with both: it keeps refusing whole samples, gives rows as it computes them, and these are the stored ones."""
+    if case.target.config["model_type"] != "qwen3":
+        pytest.skip("one start of a second server is enough: it runs with Qwen3")
+    with server_up(dataclasses.replace(case.config, run_name="full"), tied=True, chunk_tok=CHUNK_TOK) as second:
+        status = second.status()
+        assert status["radix_cache"] and status["chunked_prefill"]
+        served = ask_full(second, case.samples, case.store.boundaries, {id: e.served for id, e in case.evidence.items()})
+        for id, sample in case.samples.items():
+            T, states = len(sample["input_ids"]), served[id].states
+            assert states["prefix cache"][0].tolist() == list(range(T // 2, T)), "the first half came from the cache, the rest was computed"
+            assert states["chunked prefill"][0].tolist()[-1] == T // 2 - 1 and len(states["chunked prefill"][0]) > CHUNK_TOK
+        tests = case.examine(case.samples, {id: dataclasses.replace(e, served=served[id]) for id, e in case.evidence.items()})
+        assert tests["serving"].ok and len(tests["serving"].rows) == 4 * 4, tests["serving"].detail
+        body = {"input_ids": next(iter(case.samples.values()))["input_ids"].tolist(), "sampling_params": {"max_new_tokens": 1, "custom_params": {"eyas_capture": "x"}}}
+        answer = httpx.post(f"{second.url}/generate", timeout=120, json=body).json()
+        assert "prefix cache or chunked prefill is on" in answer["meta_info"]["eyas_capture"][0]["error"]
+        monkeypatch.setattr(eyas.parity, "server_up", lambda *args, **kwargs: contextlib.nullcontext(second))
+        record = certify(case.config, case.server, case.store, case.target, case.prompts, full=True)
+    assert record["passed"] and {row["how"] for row in record["tests"][3]["rows"]} == {"another batch", "decoding", "prefix cache", "chunked prefill"}
+
+
+# ---- faults
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("fault", CAUGHT_BY)
+def test_fault(case, altered, fault):
+    found = altered[fault]
+    if fault == "template mismatch":
+        tests = {"text": text_test(found.samples, found.evidence, case.tokenizer, {})}
+    else:
+        tests = case.examine(found.samples, found.evidence, found.dtype)
+    assert tests[CAUGHT_BY[fault]].ok is False, (found.size, {name: v.detail for name, v in tests.items()})
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("fault", ["loss mask off by one, late", "loss mask off by one, early", "template mismatch"])
+def test_text_faults_are_caught_without_a_prompt_set(case, altered, fault):
+    unknown = {id: dataclasses.replace(e, expected=None) for id, e in case.evidence.items()}
+    assert text_test(case.samples, unknown, case.tokenizer, {}).ok
+    assert text_test(altered[fault].samples, unknown, case.tokenizer, {}).ok is False
+
+
+@pytest.mark.server
+def test_a_template_mismatch_with_the_states_of_its_own_tokens(case):
+    """The states are right for those tokens, so only the text tells."""
+    id, sample = next(iter(case.samples.items()))
+    other = template_mismatch(sample, case.tokenizer)
+    states, evidence = case.anew(other["input_ids"], case.evidence[id].expected)
+    tests = case.examine({id: {**other, "states": states}}, {id: evidence})
+    assert [name for name, v in tests.items() if v.ok is False] == ["text"]
+    assert text_test({id: sample}, case.evidence, case.tokenizer, {"template_hash": "of-another"}).ok is False
+
+
+@pytest.mark.server
+def test_one_wrong_token_id(case):
+    """One id in the middle is another than the states were computed from."""
+    id, sample = next(iter(case.samples.items()))
+    ids = sample["input_ids"].clone()
+    ids[len(ids) // 2] = (ids[len(ids) // 2] + 7) % 500 + 3
+    tests = case.examine({id: {**sample, "input_ids": ids}}, {id: case.anew(ids, case.evidence[id].expected)[1]})
+    assert tests["boundary"].ok is False and tests["text"].ok is False
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("dtype", ["bfloat16", FP8])
+def test_states_of_a_fine_tuned_twin(case, dtype, tmp_path):
+    """Every weight changed by 1 %: the states of one sample come from the twin's own forward pass in bfloat16."""
+    twin = HuggingFace(case.target, 2)
+    with torch.no_grad():
+        for weight in twin.models[1].parameters():
+            weight.mul_(1 + 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)))
+    samples = {}
+    for id, sample in case.samples.items():
+        rounded = twin(sample["input_ids"], case.evidence[id].served.top_ids).rounded
+        samples[id] = {**sample, "states": {b: as_stored(rounded[b], dtype) for b in case.store.boundaries}}
+    for id in samples:  # any one of them is enough
+        tests = case.examine({id: samples[id]}, dtype=dtype)
+        assert tests["boundary"].ok is False, tests["boundary"].detail
+    own = {id: {**s, "states": {b: as_stored(case.evidence[id].reference.rounded[b], dtype) for b in case.store.boundaries}} for id, s in case.samples.items()}
+    assert case.examine(own, dtype=dtype)["boundary"].ok, "the same with the weights unchanged"
+
+
+# ---- the certificate as a condition
+
+
+@pytest.mark.server
+def test_training_asks_for_a_certificate_of_these_very_data(case):
+    config = dataclasses.replace(case.config, run_name="asks", server_url=case.server.url, train_samples=4, heldout_samples=1, epochs=1.0, draft_vocab_size=256)
+    extract(config, [case.server], case.target, case.prompts)
+    store = Store.open(config.store_dir)
+    with pytest.raises(EyasError, match="has no parity certificate.*python -m eyas parity.*without_parity true"):
+        train(config, store, case.target)
+    record = certify(config, case.server, store, case.target, case.prompts)
+    assert record["passed"] and read_certificate(store) is not None
+    stored = read_json(certificate_path(store))
+    write_json(certificate_path(store), {**stored, "passed": False, "tests": [{**stored["tests"][0], "ok": False}, *stored["tests"][1:]]})
+    with pytest.raises(EyasError, match="did not pass: text"):
+        train(config, store, case.target)
+    write_json(certificate_path(store), stored)
+    train(config, store, case.target)
+    more = dataclasses.replace(config, train_samples=6)
+    extract(more, [case.server], case.target, case.prompts)
+    with pytest.raises(EyasError, match="made for other data"):
+        train(more, Store.open(config.store_dir), case.target)
+    shutil.rmtree(config.drafter_dir)
+    train(dataclasses.replace(more, without_parity=True), Store.open(config.store_dir), case.target)
+
+
+# ---- numbers with known answers
+
+
+def test_distance_is_per_token():
+    reference = torch.tensor([[1.0, -1.0, 2.0], [10.0, 0.0, 0.0]])
+    assert distance(reference * 1.5, reference).tolist() == [0.5, 0.5]
+    assert distance(torch.tensor([[0.0, 0.0, 0.0], [10.0, 0.0, 5.0]]), reference).tolist() == [1.0, 0.5]
+
+
+def test_match_names_the_nearest_and_the_lost_row():
+    exact = torch.eye(4).repeat(3, 1, 1) * torch.tensor([1.0, 2.0, 4.0])[:, None, None]  # [N+1 = 3, T = 4, H = 4]
+    found = match(exact[1], exact, exact[1], b=1)
+    assert (found.nearest, found.lost, float(found.error.max())) == (1, 0, 0.0)
+    assert match(exact[2], exact, exact[1], b=1).nearest == 2
+    rows = exact[1].clone()
+    rows[2] = rows[1]
+    assert (match(rows, exact, exact[1], b=1).nearest, match(rows, exact, exact[1], b=1).lost) == (1, 1)
+    rows[2] = torch.nan
+    assert match(rows, exact, exact[1], b=1).lost == 1
+
+
+def test_the_distance_survives_quantisation():
+    """The mean of |Q(x) - Q(y)| over many values is that of |x - y|: a flipped code is as seldom as its step is wide."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(256, 512, generator=g)
+    y = x * (1 + 0.01 * torch.randn(256, 512, generator=g))
+    x[:, 0] = y[:, 0] = 8.0  # the same scale
+    ratio = distance(as_stored(x, FP8), as_stored(y, FP8)).mean() / distance(x, y).mean()
+    assert 0.9 < ratio < 1.1
