@@ -45,7 +45,7 @@ from eyas import __version__
 from eyas.certificate import write_certificate
 from eyas.config import Config
 from eyas.errors import EyasError
-from eyas.extract import take_file
+from eyas.extract import SampleError, take_file
 from eyas.files import read_json
 from eyas.progress import bytes_text
 from eyas.prompts import PromptSet, Sample, encode, template_hash, tokenizer_hash
@@ -417,7 +417,10 @@ class Asked:
         found = meta["eyas_capture"][0]
         if "error" in found:
             raise EyasError(f"the server cannot give the states: {found['error']}", "its rows", "python -m eyas server status")
-        return meta, load(take_file(self.client, Path(found["path"]), name))
+        try:
+            return meta, load(take_file(self.client, Path(found["path"]), name))
+        except SampleError as error:
+            raise EyasError(f"the server's rows have not come: {error}", "a spool that server and client share", "python -m eyas server status") from None
 
     def _rows(self, tensors: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         return {b: tensors[f"boundary_{b}"] for b in self.boundaries}
