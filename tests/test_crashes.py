@@ -16,10 +16,11 @@ import pytest
 import eyas.extract
 import eyas.files
 import eyas.store
+from eyas.cli import main
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.extract import Fleet, extract
-from eyas.plan import SPARE_BYTES, Plan, check_room
+from eyas.plan import SPARE_BYTES, Plan, check_room, last_run
 from eyas.prompts import load_prompts
 from eyas.serve import need_servers, server_up
 from eyas.store import Store, StoreWriter
@@ -292,10 +293,11 @@ def test_damage_that_a_run_meets_is_counted_once(job, serve, undisturbed, prompt
     server = serve(lambda n: "nan" if n == 3 else "")
     config, run = job("disturbed", server)
     (bad,) = run().reasons
-    name = Store.open(config.store_dir).row(bad)["shard"]
-    path = config.store_dir / "shards" / name
+    store = Store.open(config.store_dir)
+    shard = store.index[store.index["shard"] == store.row(bad)["shard"]]
+    path = config.store_dir / "shards" / store.row(bad)["shard"]
     content = bytearray(path.read_bytes())
-    content[-1] ^= 1
+    content[int(shard.loc[shard["id"] != bad, "offset"].iloc[0]) - int(shard["length"].sum())] ^= 1  # the loss masks lie last
     path.write_bytes(content)
     summary = run(retry_failed=True)
     assert adds_up(summary) and (summary.extracted, summary.failed, summary.pending) == (1, 1, 1)
@@ -303,12 +305,40 @@ def test_damage_that_a_run_meets_is_counted_once(job, serve, undisturbed, prompt
     whole(config, undisturbed, prompts, target, server.spool)
 
 
+def test_repair_goes_on_until_the_store_is_whole(job, serve, undisturbed, prompts, target, capsys):
+    """The index is lost and with it what was known of a shard with an altered byte; the summary and the head are no better."""
+    server = serve()
+    config, run = job("disturbed", server)
+    run()
+    (config.store_dir / "index.parquet").unlink()
+    (config.store_dir / "data_config.json").write_text("[]")
+    for path in (config.store_dir / "shards" / "000001.safetensors", config.store_dir / "head.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    settings = {"run_name": "disturbed", "target": target.folder, "boundaries": "[1,2]", "prompt_set": prompts.path, "train_samples": N_TRAIN, "heldout_samples": N_HELDOUT,
+                "max_length": 128, "server_url": server.url}
+    command = ["verify", *(word for name, value in settings.items() for word in ("-p", name, str(value)))]
+    assert main(command) == 1 and "next: the same command with --repair" in capsys.readouterr().out
+    assert main([*command, "--repair"]) == 0
+    whole(config, undisturbed, prompts, target, server.spool)
+
+
+def test_a_run_that_finds_all_there_keeps_the_measured_rate(job, serve):
+    config, run = job("again", serve())
+    run()
+    rate = last_run(config.store_dir)["tok_per_s"]
+    run()
+    assert last_run(config.store_dir)["tok_per_s"] == rate > 0
+
+
 def test_another_prompt_set_is_said_and_damages_no_sample(job, serve, prompts, target, tmp_path):
     config, run = job("p", serve())
     run()
-    other = load_prompts(write_prompts(tmp_path / "other.jsonl", N_TRAIN, N_HELDOUT + 1))
-    report = verify(config.store_dir, other, target.tokenizer())
-    assert [name for name, ok, _ in report.checks if not ok] == ["prompt set"] and not report.damaged
+    other = write_prompts(tmp_path / "other.jsonl", N_TRAIN, N_HELDOUT)
+    other.write_text(other.read_text().replace("eagle", "buzzard").replace("p000", "p900"))
+    report = verify(config.store_dir, load_prompts(other), target.tokenizer())
+    assert [name for name, ok, _ in report.checks if not ok] == ["prompt set"] and not report.damaged and report.foreign
 
 
 def test_servers_that_differ_are_refused(job, serve):

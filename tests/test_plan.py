@@ -1,6 +1,7 @@
 """What `plan` says before an extraction, and what `data rm` refuses to delete."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from eyas.cli import main
 from eyas.config import Config
 from eyas.drafter import FILE
 from eyas.errors import EyasError
-from eyas.files import write_safetensors
+from eyas.files import write_json, write_safetensors
 from eyas.plan import Plan, make_plan
 from eyas.prompts import encode, load_prompts
+from eyas.serve import started_ticks
 from eyas.store import Rows
 from eyas.target import Head, load_target
 from eyas.trash import PARTS, list_runs, look, remove
@@ -78,3 +80,60 @@ def test_nothing_is_removed_without_yes(runs, capsys):
     assert main(["data", "rm", "nobody"]) == 2
     table = list_runs()
     assert set(zip(table["run"], table["part"])) == {("a", "store"), ("a", "drafter"), ("b", "drafter")}
+
+
+def test_only_runs_are_removed(runs, tmp_path, capsys):
+    (tmp_path / "data" / "store").mkdir()
+    (runs / "store").mkdir()
+    for name in ("..", ".", "", "../runs/a", str(runs / "a"), "a/"):
+        assert main(["data", "rm", name, "--yes", "--force"]) == 2, name
+    assert (tmp_path / "data" / "store").is_dir() and (runs / "store").is_dir() and (runs / "a" / "store" / "manifest.json").is_file()
+
+
+def test_a_store_that_is_a_link_goes_with_what_it_points_to(runs, tmp_path):
+    (runs / "c" / "store").rename(tmp_path / "elsewhere")
+    (runs / "c" / "store").symlink_to(tmp_path / "elsewhere")
+    removal = look("c", ("store",))
+    assert removal.files > 3 and "store" in list(list_runs().query("run == 'c'")["part"])
+    remove(removal, force=True)
+    assert not (tmp_path / "elsewhere").exists() and not (runs / "c" / "store").is_symlink()
+
+
+def test_the_folder_of_a_server_that_is_up_is_kept(runs):
+    write_json(runs / "c" / "server" / "server.json", {"url": "http://127.0.0.1:1", "pid": os.getpid(), "started": started_ticks(os.getpid())})
+    with pytest.raises(EyasError, match="the server of run 'c' is up.*python -m eyas server down -p run_name c"):
+        remove(look("c", PARTS), force=True)
+    assert (runs / "c" / "store" / "manifest.json").is_file()
+    write_json(runs / "c" / "server" / "server.json", {"url": "http://127.0.0.1:1", "pid": os.getpid(), "started": 0})
+    remove(look("c", PARTS), force=True)
+    assert not list((runs / "c").iterdir())
+
+
+@pytest.mark.parametrize("settings, said", [
+    (["boundaries", "[a"], "boundaries = '[a'"), (["seed", "nan"], "seed = 'nan'"), (["spool_gib", "inf"], "spool_gib = 'inf'"), (["plan_tok", "-5"], "plan_tok = -5"),
+    (["plan_tok_per_s", "-2"], "plan_tok_per_s"), (["extra_boundaries", "99"], "boundaries [99] are outside"), (["extra_boundaries", "-1"], "boundaries [-1] are outside"),
+    (["server_url", ","], "server_url = ','"), (["server_url", "nonsense"], "server_url = 'nonsense'"), (["target", "/nowhere"], "no model folder '/nowhere'"),
+])
+def test_bad_settings_are_said(data, capsys, settings, said):
+    assert main(["plan", "--profile", "kimi-k2.5", "-p", *settings, *([] if settings[0] != "target" else ["-p", "plan_blocks", "0"])]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"epochs: [", b"\xff\xfe", b"- 1"])
+def test_a_profile_that_is_none_is_said(tmp_path, capsys, content):
+    (tmp_path / "mine.yaml").write_bytes(content)
+    assert main(["plan", "--profile", str(tmp_path / "mine.yaml")]) == 2 and "eyas: mine.yaml is not" in capsys.readouterr().err
+
+
+def test_a_command_that_a_message_names_is_for_the_run_at_hand(data, capsys, tmp_path):
+    assert main(["parity", "-p", "run_name", "two words"]) == 2
+    assert "next: python -m eyas extract, with -p run_name 'two words' as here" in capsys.readouterr().err
+    assert main(["server", "up", "-p", "server_url", "http://127.0.0.1:1", "-p", "threads", "1", "-p", "target", str(make_tiny_target(tmp_path / "tiny")), "-p", "boundaries", "[1,2]"]) == 2
+    said = capsys.readouterr().err
+    assert "next: python -m eyas server up -p server_url '', with -p threads 1" in said and said.count("server_url") == 2
+
+
+def test_a_disk_that_refuses_is_said_without_a_traceback(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("EYAS_DATA", str(tmp_path / "file"))
+    assert main(["target", "-p", "target", str(make_tiny_target(tmp_path / "tiny"))]) == 2 and "Not a directory" in capsys.readouterr().err

@@ -1,6 +1,8 @@
 """`python -m eyas ...`: thin. Each command parses, calls one function of the library, prints, and returns an exit code."""
 
 import argparse
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -155,15 +157,19 @@ def _verify(args) -> int:
     target, prompts = load_target(config.target), load_prompts(config.answered_path)
     report = verify(config.store_dir, prompts, target.tokenizer(), deep=not args.quick)
     print(report)
-    if report.ok or not args.repair:
-        return 0 if report.ok else 1
-    print("\n".join(repair(config.store_dir, report)))
-    if Store.open(config.store_dir).manifest["prompts"]["hash"] is None:
-        print("an imported store; next: the same python -m eyas store import again brings back just these")
+    if report.foreign or not (report.ok or args.repair):
+        print("next: the same command with " + ("the profile and settings that the store was made with" if report.foreign else "--repair"))
         return 1
-    print(extract(config, need_servers(config), target, prompts))
-    report = verify(config.store_dir, prompts, target.tokenizer())
-    print(report)
+    for _ in range(3):  # with the index in order, what is wrong with the samples shows
+        if report.ok:
+            break
+        print("\n".join(repair(config.store_dir, report)))
+        if Store.open(config.store_dir).manifest["prompts"]["hash"] is None:
+            print("an imported store; next: the same python -m eyas store import again brings back just these")
+            return 1
+        print(extract(config, need_servers(config), target, prompts))
+        report = verify(config.store_dir, prompts, target.tokenizer())
+        print(report)
     return 0 if report.ok else 1
 
 
@@ -293,7 +299,7 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_parser("list", help="runs, their parts and sizes")
     remove = data.add_parser("rm", help="say what would go; --yes removes it")
     remove.add_argument("run_name", metavar="RUN")
-    remove.add_argument("--part", default="store", choices=("store", "drafter", "export", "acceptance", "prompts", "server", "all"), help="what of the run (default: its store)")
+    remove.add_argument("--part", default="store", choices=("store", "drafter", "export", "acceptance", "prompts", "server", "notebooks", "all"), help="what of the run (default: its store)")
     remove.add_argument("--yes", action="store_true", help="really remove it")
     remove.add_argument("--force", action="store_true", help="also a store that a drafter was trained from")
     commands.choices["data"].set_defaults(run=_data, action="list")
@@ -337,7 +343,21 @@ def main(argv: list[str] | None = None) -> int:
     except EyasError as error:
         print(f"eyas: {error}", file=sys.stderr)
         return 2
+        print(f"eyas: {error}{_as_here(args, error.next_command)}", file=sys.stderr)
+        return 2
+    except OSError as error:  # a disk, a permission, a name that is too long: nothing that a traceback would explain
 
 
+    except KeyboardInterrupt:
+        print("eyas: interrupted", file=sys.stderr)
+        return 130
+
+
+def _as_here(args, next_command: str) -> str:
+    """A command that a message names is for the run at hand: with these options, but for what the message says itself."""
+    options = ["--profile", args.profile] if getattr(args, "profile", "demo") != "demo" and "--profile" not in next_command else []
+    options += [word for name, value in getattr(args, "p", None) or [] if f"-p {name} " not in next_command for word in ("-p", name, value)]
+    needed = re.search("python -m eyas (?!data|doctor|prompts build|profile)", next_command) and not next_command.endswith("--help")
+    return f", with {shlex.join(options)} as here" if options and needed else ""
 if __name__ == "__main__":
     raise SystemExit(main())

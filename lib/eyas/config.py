@@ -5,6 +5,7 @@ subset that it uses; `Config.create(**parameters)` coerces, checks and refuses w
 """
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Iterable
@@ -99,6 +100,9 @@ class Config:
             need(getattr(self, name) >= 1, name, "at least 1")
         for name in ("epochs", "learning_rate", "step_decay", "server_timeout_s", "spool_gib", "request_timeout_s"):
             need(getattr(self, name) > 0, name, "more than 0")
+        for name in ("plan_tok", "plan_samples", "plan_hidden_size", "plan_blocks", "plan_tok_per_s"):
+            need(getattr(self, name) >= 0, name, "at least 0")
+        need(not self.server_url or all(url.strip().startswith(("http://", "https://")) for url in self.server_url.split(",")), "server_url", "http://HOST:PORT, or several with commas between")
         need(0 <= self.warmup_ratio < 1, "warmup_ratio", "0 up to, not including, 1")
         need(self.max_length <= self.context_tok, "max_length", f"at most context_tok ({self.context_tok})")
 
@@ -180,7 +184,10 @@ def read_profile(profile: str) -> dict:
     path = Path(profile) if str(profile).endswith((".yaml", ".yml")) else PROFILES / f"{profile}.yaml"
     if not path.is_file():
         raise EyasError(f"no profile {profile!r}", "one of " + ", ".join(sorted(p.stem for p in PROFILES.glob("*.yaml"))), "python -m eyas report --profile demo")
-    values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise EyasError(f"{path.name} is not YAML: {' '.join(str(error).split())}", "lines such as 'epochs: 3.0'") from None
     if not isinstance(values, dict):
         raise EyasError(f"{path.name} is not a mapping of names to values", "lines such as 'epochs: 3.0'")
     return values
@@ -197,7 +204,10 @@ def _coerce(name: str, value, kind):
         raise wrong
     if isinstance(kind, types.GenericAlias):  # tuple[int, ...]
         if isinstance(value, str):
-            value = yaml.safe_load(value)
+            try:
+                value = yaml.safe_load(value)
+            except yaml.YAMLError:
+                raise wrong from None
         if isinstance(value, (list, tuple)) and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
             return tuple(value)
         raise wrong
@@ -211,6 +221,8 @@ def _coerce(name: str, value, kind):
         number = float(value)
     except (TypeError, ValueError):
         raise wrong from None
+    if not math.isfinite(number):
+        raise wrong
     if kind is int:
         if number != int(number):
             raise wrong

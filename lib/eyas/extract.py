@@ -25,7 +25,7 @@ from eyas import __version__
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.files import seal, write_json
-from eyas.plan import check_room, planned, store_dtype
+from eyas.plan import check_room, last_run, planned, store_dtype
 from eyas.progress import Progress, bytes_text
 from eyas.prompts import Conversation, PromptSet, Sample, encode, template_hash, tokenizer_hash
 from eyas.serve import Server, check_for_capture
@@ -335,8 +335,10 @@ def _summarise(config: Config, asked: list[str], counts: Counter, have: set[str]
         len(asked), len(there - have), len(there & have), len(missing), sum(id not in failed for id in missing), len(done), int(done["length"].sum()),
         int(done["loss_tok"].sum()), store.n_bytes, seconds, {id: reasons.get(id, "") for id in missing},
     )
-    last_run = {name: value for name, value in asdict(summary).items() if name in ("asked", "extracted", "skipped", "failed", "pending", "seconds")}
-    write_data_config(store, last_run | {"samples_per_s": counts["samples"] / max(seconds, 1e-9), "tok_per_s": counts["tok"] / max(seconds, 1e-9)})
+    rates = {"samples_per_s": counts["samples"] / max(seconds, 1e-9), "tok_per_s": counts["tok"] / max(seconds, 1e-9)}
+    if not counts["tok"]:  # nothing was measured; what was stays
+        rates |= {name: rate for name, rate in last_run(config.store_dir).items() if name in rates}
+    write_data_config(store, {name: value for name, value in asdict(summary).items() if name in ("asked", "extracted", "skipped", "failed", "pending", "seconds")} | rates)
     return summary
 
 

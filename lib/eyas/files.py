@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 if TYPE_CHECKING:
     import torch  # seconds to import, and most commands do without
 
@@ -58,6 +56,8 @@ def read_json(path: Path) -> Any:
 
 def seal(data: dict) -> dict:
     """The same with `content_hash`, xxh3-128 of the rest as canonical JSON: an altered character that changes anything is found."""
+    import xxhash  # not at the top: `doctor` runs without any package
+
     rest = {key: value for key, value in data.items() if key != "content_hash"}
     return rest | {"content_hash": xxhash.xxh3_128_hexdigest(_canonical(rest))}
 

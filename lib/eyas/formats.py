@@ -381,6 +381,8 @@ def import_store(config: Config, target: Target, name: str, source: Path, norm: 
     source = Path(source).expanduser()
     if not source.is_dir():
         raise EyasError(f"no folder {str(source)!r}", "a folder of hidden states", "python -m eyas store import --help")
+    if heldout_every < 0:
+        raise EyasError(f"--heldout-every {heldout_every}", "1 or more, or 0 for none", "python -m eyas store import --help")
     if config.boundaries[-1] >= target.n_blocks:
         raise EyasError(f"boundaries {list(config.boundaries)}", f"boundaries below {target.n_blocks}, which is the last state", "-p boundaries '[...]'")
     said = FORMATS[name].said_boundaries(source)

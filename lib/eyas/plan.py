@@ -9,6 +9,7 @@ from eyas.errors import EyasError
 from eyas.files import is_sealed, read_json
 from eyas.progress import bytes_text, duration_text
 from eyas.store import free_bytes, token_bytes
+from eyas.target import check_boundaries
 
 SPARE_BYTES = 64 * 2**20  # index, head, and what a file system keeps for itself
 
@@ -75,7 +76,9 @@ def make_plan(config: Config) -> Plan:
 
 
 def planned(config: Config, samples: int, tok: int, n_blocks: int, hidden_size: int, computed: str) -> Plan:
-    return Plan(samples, tok, config.stored_boundaries(n_blocks), hidden_size, store_dtype(config, computed), config.shard_mib * 2**20,
+    boundaries = config.stored_boundaries(n_blocks)
+    check_boundaries(boundaries, n_blocks)
+    return Plan(samples, tok, boundaries, hidden_size, store_dtype(config, computed), config.shard_mib * 2**20,
                 int(config.spool_gib * 2**30), config.plan_tok_per_s or last_run(config.store_dir).get("tok_per_s", 0.0))
 
 

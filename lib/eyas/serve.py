@@ -72,7 +72,7 @@ class Server:
             answer = httpx.get(f"{self.url}/server_info", timeout=30)
             answer.raise_for_status()
         except httpx.HTTPError as error:
-            raise EyasError(f"no answer from {self.url}: {type(error).__name__}", "a running SGLang server", "python -m eyas server up") from None
+            raise EyasError(f"no answer from {self.url}: {type(error).__name__}", "a running SGLang server", "python -m eyas server up" if self.pid else "start it, or leave server_url empty") from None
         info = answer.json()
         capture = next((state["eyas_capture"] for state in info.get("internal_states", []) if "eyas_capture" in state), None)
         return {
@@ -176,6 +176,8 @@ def server_up(config: Config, tied: bool = False, chunk_tok: int = 0) -> Server:
     check_boundaries(boundaries, target.n_blocks)
     folder = config.server_dir
     running = find_server(config)
+    if config.server_url:
+        raise EyasError(f"server_url = {config.server_url!r} names a server of your own", "an empty one to start another", "python -m eyas server up -p server_url ''")
     if running is not None:
         raise EyasError(f"a server of run {config.run_name!r} is already up at {running.url} (pid {running.pid})", "", f"python -m eyas server down {_profile_hint(config)}")
     port = config.port or _free_port()
@@ -208,11 +210,16 @@ def find_server(config: Config) -> Server | None:
     """The server of this run if it is up: the (first) `server_url` of the profile, or the one that server.json names and that lives."""
     if config.server_url:
         return Server(config.server_url.split(",")[0].strip().rstrip("/"))
-    path = config.server_dir / "server.json"
+    return started_server(config.server_dir)
+
+
+def started_server(folder: Path) -> Server | None:
+    """The server that the server.json of a run's server folder names, if it lives."""
+    path = folder / "server.json"
     if not path.is_file():
         return None
     record = read_json(path)
-    server = Server(record["url"], record["pid"], record["started"], config.server_dir)
+    server = Server(record["url"], record["pid"], record["started"], folder)
     if server.process() is None:
         path.unlink(missing_ok=True)
         return None

@@ -226,7 +226,7 @@ class StoreWriter:
                 )
         else:
             write_json(self.folder / "manifest.json", manifest)
-        if not (self.folder / "head.safetensors").is_file():
+        if read_head(self.folder) is None:
             weights = {"norm_weight": _compact(head.norm_weight), "lm_head": _compact(head.lm_head)}
             write_safetensors(self.folder / "head.safetensors", weights, {"content_hash": content_hash(weights)})
         self.store = Store.open(self.folder)

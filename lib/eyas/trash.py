@@ -1,5 +1,6 @@
 """What lies in the data folder, and deleting it: `python -m eyas data`, `python -m eyas data rm RUN`. A store that a drafter's record names is kept."""
 
+import contextlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,10 @@ from eyas.drafter import read_record
 from eyas.errors import EyasError
 from eyas.files import data_dir
 from eyas.progress import bytes_text
+from eyas.serve import started_server
 from eyas.store import Store, lock_store
 
-PARTS = ("store", "drafter", "export", "acceptance", "prompts", "server")
+PARTS = ("store", "drafter", "export", "acceptance", "prompts", "server", "notebooks")
 
 
 def list_runs() -> pd.DataFrame:
@@ -20,9 +22,9 @@ def list_runs() -> pd.DataFrame:
     rows = []
     for run in sorted((data_dir() / "runs").glob("*/")):
         for part in PARTS:
-            files = [p for p in (run / part).rglob("*") if p.is_file()]
+            files, size = _measure(run / part)
             if files:
-                rows.append({"run": run.name, "part": part, "files": len(files), "size": bytes_text(sum(p.stat().st_size for p in files))})
+                rows.append({"run": run.name, "part": part, "files": files, "size": bytes_text(size)})
     return pd.DataFrame(rows, columns=["run", "part", "files", "size"])
 
 
@@ -43,24 +45,37 @@ class Removal:
 def look(run_name: str, parts: tuple[str, ...]) -> Removal:
     """EyasError when the run has none of these parts."""
     run = data_dir() / "runs" / run_name
-    folders = tuple(run / part for part in parts if (run / part).is_dir())
+    plain = run.parent == data_dir() / "runs" and run.name == run_name != ".."  # never a folder elsewhere
+    folders = tuple(run / part for part in parts if plain and (run / part).is_dir())
     if not folders:
-        raise EyasError(f"run {run_name!r} has no {' or '.join(parts)}", "one of python -m eyas data", "python -m eyas data")
-    files = [p for folder in folders for p in folder.rglob("*") if p.is_file()]
+        raise EyasError(f"run {run_name!r} has no {' or '.join(parts)}", "a run and a part that are there", "python -m eyas data")
+    measured = [_measure(folder) for folder in folders]
     named_by = _named_by(run / "store") if run / "store" in folders else ()
-    return Removal(folders, len(files), sum(p.stat().st_size for p in files), tuple(name for name in named_by if data_dir() / "runs" / name / "drafter" not in folders))
+    return Removal(folders, sum(files for files, _ in measured), sum(size for _, size in measured), tuple(name for name in named_by if data_dir() / "runs" / name / "drafter" not in folders))
 
 
 def remove(removal: Removal, force: bool = False) -> None:
-    """Delete it. EyasError when a drafter's record names the store (unless `force`) or somebody is writing to it."""
+    """Delete it. EyasError when a drafter's record names the store (unless `force`), somebody is writing to it or the run's server is up."""
     if removal.named_by and not force:
         raise EyasError(f"the drafter of run {', '.join(removal.named_by)} was trained from this store", "a store that no drafter names", "the same command with --force, or remove the drafter too (--part all)")
     for folder in removal.folders:
-        if folder.name == "store":
-            with lock_store(folder):
-                shutil.rmtree(folder)
-        else:
-            shutil.rmtree(folder)
+        if folder.name == "server" and (server := started_server(folder)) is not None:
+            raise EyasError(f"the server of run {folder.parent.name!r} is up (pid {server.pid})", "one that is down", f"python -m eyas server down -p run_name {folder.parent.name}")
+    for folder in removal.folders:
+        with lock_store(folder) if folder.name == "store" else contextlib.nullcontext():
+            shutil.rmtree(folder.resolve())
+            if folder.is_symlink():
+                folder.unlink()
+
+
+def _measure(folder: Path) -> tuple[int, int]:
+    """(files, bytes) of a folder, which may be a link and may be written to meanwhile."""
+    sizes = []
+    for path in folder.resolve().rglob("*"):
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                sizes.append(path.stat().st_size)
+    return len(sizes), sum(sizes)
 
 
 def _named_by(store: Path) -> list[str]:
@@ -75,6 +90,6 @@ def _named_by(store: Path) -> list[str]:
             record = read_record(folder)
         except EyasError:
             continue
-        if folder.parent == store.parent or record.get("store") == identity:
+        if folder.parent == store.parent or identity is not None and record.get("store") == identity:
             names.append(folder.parent.name)
     return names

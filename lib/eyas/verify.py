@@ -37,6 +37,7 @@ class VerifyReport:
     checks: list[tuple[str, bool, str]] = field(default_factory=list)
     damaged: dict[str, str] = field(default_factory=dict)
     extra: list[str] = field(default_factory=list)
+    foreign: bool = False  # compared with another prompt set or tokenizer than the store was made from
 
     @property
     def ok(self) -> bool:
@@ -78,7 +79,7 @@ def _verify(folder: Path, prompts: PromptSet | None, tokenizer, deep: bool) -> V
     if states.get("pending", 0):
         detail += "; pending ones come with the same extract again"
     report.checks.append(("index", not doubled, detail + (f"; doubled: {doubled[:3]}" if doubled else "")))
-    expected = _expected(store, prompts, tokenizer, report) if not doubled else {}
+    expected = _expected(store, prompts, tokenizer, report)
     whole = read_head(store.folder) is not None
     report.checks.append(("head", whole, "final norm and head as written" if whole else "missing, torn or altered: --repair has it written again"))
     if deep:
@@ -111,7 +112,8 @@ def _expected(store: Store, prompts: PromptSet | None, tokenizer, report: Verify
         ("chat template", manifest["template_hash"], template_hash(tokenizer)),
     ):
         report.checks.append((name, was == now, "as in the manifest" if was == now else f"the manifest has {was[:12]}, it is {now[:12]} now"))
-    if not report.ok:
+    report.foreign = not all(ok for _, ok, _ in report.checks[-3:])
+    if report.foreign:
         return {}
     wanted = set(store.samples())
     return {c.id: encode(c, tokenizer, manifest["prompts"]["max_length"]) for c in prompts.conversations if c.id in wanted}
@@ -226,7 +228,7 @@ def _repair(folder: Path, report: VerifyReport) -> list[str]:
         except StoreDamaged:
             manifest = None
         if manifest is None:
-            raise EyasError("manifest.json and index.parquet are both torn or altered", "one of them whole", f"python -m eyas data rm {folder.parent.name}, then extract again") from None
+            raise EyasError("manifest.json and index.parquet are both torn or altered", "one of them whole", f"python -m eyas data rm {folder.parent.name} --yes, then python -m eyas extract") from None
         write_json(folder / "manifest.json", manifest)
         done.append("manifest.json: written again from the index")
     try:
