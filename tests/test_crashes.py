@@ -22,7 +22,7 @@ from eyas.errors import EyasError
 from eyas.extract import Fleet, extract
 from eyas.plan import SPARE_BYTES, Plan, check_room, last_run
 from eyas.prompts import load_prompts
-from eyas.serve import need_servers, server_up
+from eyas.serve import Server, need_servers, server_up
 from eyas.store import Store, StoreWriter
 from eyas.target import load_target
 from eyas.verify import verify
@@ -339,6 +339,38 @@ def test_another_prompt_set_is_said_and_damages_no_sample(job, serve, prompts, t
     other.write_text(other.read_text().replace("eagle", "buzzard").replace("p000", "p900"))
     report = verify(config.store_dir, load_prompts(other), target.tokenizer())
     assert [name for name, ok, _ in report.checks if not ok] == ["prompt set"] and not report.damaged and report.foreign
+
+
+def test_a_spool_that_cannot_be_cleared_costs_nothing(job, serve, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    server = serve(lambda n: 500 if n > 20 else "")
+    config, run = job("kept", server)
+    monkeypatch.setattr(eyas.extract.Path, "glob", lambda self, pattern, glob=eyas.extract.Path.glob: refuse() if self == server.spool else glob(self, pattern))
+    with pytest.raises(EyasError, match="failed in a row"):
+        run()
+    assert len(Store.open(config.store_dir).samples()) > 10
+
+
+@pytest.mark.parametrize("answer", ["<html>", "[1]", "1"])
+def test_another_kind_of_server_is_said(job, serve, target, prompts, answer):
+    server = serve()
+    server.info = lambda: answer if answer == "<html>" else json.loads(answer)
+    with pytest.raises(EyasError, match="no answer from .*expected a running SGLang server"):
+        job("x", server)[1]()
+    config, run = job("y", serve())
+    with pytest.raises(EyasError, match="no answer from http://a:port: InvalidURL"):
+        extract(config, [Server("http://a:port")], target, prompts)
+
+
+def test_an_older_plugin_is_said(job, serve):
+    server = serve()
+    info = server.info()
+    del info["internal_states"][0]["eyas_capture"]["quota"]
+    server.info = lambda: info
+    with pytest.raises(EyasError, match=r"older capture plugin \(fake\)"):
+        job("x", server)[1]()
 
 
 def test_servers_that_differ_are_refused(job, serve):

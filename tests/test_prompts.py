@@ -147,6 +147,7 @@ def test_safe_sample_ids_are_kept(tmp_path):
     (line(messages=[{"role": "tool", "content": "x"}]), "sample a has a message without role or text"),
     (line(messages=[{"role": "user", "content": None}]), "sample a has a message without role or text"),
     (line(messages=turns("\ud800")), "sample a has half a surrogate pair"),
+    (line(category="\ud800"), "sample a has half a surrogate pair in its category"),
     (line(messages=[{"role": "assistant", "content": "x", "finish": "eos"}]), "sample a has finish 'eos'"),
 ])
 def test_bad_files_get_one_clear_line(tmp_path, text, message):

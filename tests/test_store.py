@@ -296,6 +296,14 @@ def test_a_deleted_manifest_or_index_is_damage_and_comes_back(tmp_path, name, sa
     assert everything(folder) == undisturbed and verify(folder).ok
 
 
+def test_the_manifest_of_another_store_is_found(tmp_path):
+    folder, other = write(tmp_path / "store", ["a"]).folder, write(tmp_path / "other", ["a"], tokenizer_hash="another").folder
+    (folder / "manifest.json").write_bytes((other / "manifest.json").read_bytes())
+    assert not verify(folder, deep=False).ok
+    with pytest.raises(StoreDamaged, match="not the one that index.parquet was written with"):
+        repair(folder, verify(folder))
+
+
 def mended(folder, ids, **options) -> None:
     """What `verify --repair` does, to the end."""
     for _ in range(3):

@@ -137,7 +137,7 @@ def extract(config: Config, servers: list[Server], target: Target, prompts: Prom
         summary = _summarise(config, asked, done, have, time.monotonic() - started)
         return summary
     except OSError as error:
-        raise EyasError(f"writing the store failed: {error.strerror or error}", "room on its disk", "free some, then the same command again: it goes on where it was") from None
+        raise EyasError(f"writing the store failed: {error.strerror or error}", "room on its disk, and leave to write there", "free some, then the same command again: it goes on where it was") from None
     finally:
         fleet.close()
         if writer is not None:  # else the store is another's, and so are its files in the spools
@@ -215,8 +215,9 @@ class Fleet:
     def clear_spools(self) -> None:
         """Remove what an earlier client of this store asked for and never took."""
         for spool in self.spools:
-            for leftover in spool.glob(f"{self.prefix}*") if spool.is_dir() else ():
-                leftover.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what a client may not remove it may not take either, and that is said then
+                for leftover in spool.glob(f"{self.prefix}*") if spool.is_dir() else ():
+                    leftover.unlink(missing_ok=True)
 
     def close(self) -> None:
         for client in self._clients:

@@ -207,7 +207,10 @@ def _conversation(row, where: str) -> Conversation:
             raise EyasError(f"{where}: sample {id} has half a surrogate pair in a text", "whole characters")
         if message.get("finish", "stop") not in ("stop", "length"):
             raise EyasError(f"{where}: sample {id} has finish {message['finish']!r}", "'stop' or 'length'")
-    return Conversation(id, str(row.get("category", "")), str(row.get("topic", "")), row["split"], tuple(messages))
+    category, topic = str(row.get("category", "")), str(row.get("topic", ""))
+    if any("\ud800" <= character <= "\udfff" for character in category + topic):
+        raise EyasError(f"{where}: sample {id} has half a surrogate pair in its category or topic", "whole characters")
+    return Conversation(id, category, topic, row["split"], tuple(messages))
 
 
 def build_file(path: Path, seed: int) -> str:

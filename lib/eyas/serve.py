@@ -71,9 +71,9 @@ class Server:
         try:
             answer = httpx.get(f"{self.url}/server_info", timeout=30)
             answer.raise_for_status()
-        except httpx.HTTPError as error:
+            info = dict(answer.json())
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError) as error:
             raise EyasError(f"no answer from {self.url}: {type(error).__name__}", "a running SGLang server", "python -m eyas server up" if self.pid else "start it, or leave server_url empty") from None
-        info = answer.json()
         capture = next((state["eyas_capture"] for state in info.get("internal_states", []) if "eyas_capture" in state), None)
         return {
             "url": self.url,
@@ -246,6 +246,8 @@ def check_for_capture(status: dict, boundaries: tuple[int, ...], target: Target)
     capture = status["capture"]
     if capture is None:
         raise EyasError(f"the server at {status['url']} has no capture plugin", "eyas_capture on", "python -m eyas server up starts one with it; patches/README.md says how for your own")
+    if "quota" not in capture:
+        raise EyasError(f"the server at {status['url']} has an older capture plugin ({capture['version']})", "this repository's", again)
     for wrong, flag in (
         (status["radix_cache"], "--disable-radix-cache: tokens from the prefix cache pass no layer, their rows are lost"),
         (status["chunked_prefill"], "--chunked-prefill-size -1: a long prompt's rows would come in pieces"),

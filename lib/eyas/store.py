@@ -121,7 +121,11 @@ class Store:
         manifest = read_manifest(folder)
         if manifest.get("format") != FORMAT:
             raise EyasError(f"the store's format is {manifest.get('format')!r}", FORMAT, f"python -m eyas data rm {folder.parent.name} --yes, then python -m eyas extract")
-        return cls(folder, manifest, read_index(folder)[0])
+        index, written = read_index(folder)
+        if written not in (None, manifest):
+            raise StoreDamaged(f"manifest.json of run {folder.parent.name!r} is not the one that index.parquet was written with", "both of one store",
+                               f"put the right one back, or python -m eyas data rm {folder.parent.name}")
+        return cls(folder, manifest, index)
 
     @property
     def token_bytes(self) -> int:

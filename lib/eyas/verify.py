@@ -204,8 +204,8 @@ def _check_counts(store: Store, report: VerifyReport) -> None:
         config = None
     config = config if isinstance(config, dict) else {}
     wrong = [f"{name} is {config.get(name)}, should be {value}" for name, value in want.items() if config.get(name) != value]
-    if not wrong and not is_sealed(config):
-        wrong = ["altered"]
+    if not is_sealed(config):
+        wrong = ["missing, torn or altered"]
     report.checks.append(("data_config.json", not wrong, "; ".join(wrong) or f"{want['total_samples']} samples, {want['total_tokens']:,} tokens, {want['bytes']:,} bytes"))
 
 
