@@ -25,7 +25,7 @@ from eyas.target import Head
 from eyas.vocab import choose_vocab
 from eyas.walk import jump
 
-TOK, VALUES = 16384, 2**28  # what is read at most: tokens, and values (tokens x boundaries x H)
+TOK, VALUES = 16384, 2**27  # what is read at most: tokens, and values (tokens x boundaries x H)
 PAIR_TOK = 768  # tokens of the maps: their Gram matrices are PAIR_TOK x PAIR_TOK for each boundary
 SPECTRUM_TOK = 4096  # tokens of the effective rank
 LOGIT_TOK = 4096  # positions of the next-token probes, all boundaries together, within 256 to 1,024 for each
@@ -54,7 +54,7 @@ class Tokens:
 
 
 def draw(store: Store, seed: int, tok: int = TOK) -> list[str]:
-    """Ids of samples drawn at random, as many as fit into `tok` tokens and VALUES values, three at least. EyasError where the store has fewer."""
+    """Ids of samples drawn at random, as many as fit into `tok` tokens and VALUES values, but at least eight. EyasError where the store has not three."""
     lengths = store.index.set_index("id")["length"]
     ids = store.samples()
     if len(ids) < 3:
@@ -62,7 +62,7 @@ def draw(store: Store, seed: int, tok: int = TOK) -> list[str]:
     limit = min(tok, VALUES // (len(store.boundaries) * store.manifest["hidden_size"]))
     order = [ids[i] for i in np.random.default_rng(seed).permutation(len(ids))]
     fit = int((np.cumsum([lengths[id] for id in order]) <= limit).sum())
-    return order[: max(fit, 3)]
+    return order[: max(fit, 8)]  # long samples, wide dumps: fewer would say little
 
 
 def some(store: Store, limit: int, seed: int) -> list[str]:
