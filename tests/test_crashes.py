@@ -418,7 +418,7 @@ def test_real_server_under_kills_of_client_scheduler_and_server(tmp_path, monkey
 def test_a_real_server_whose_spool_is_full_says_so_and_the_job_goes_on_elsewhere(data, target, prompts, monkeypatch):
     """The spool's quota holds one sample at most; with a folder that cannot be written the reason comes from the server's own thread."""
     config = Config.create(run_name="full", target=str(target.folder), boundaries=(1, 2), train_samples=N_TRAIN, heldout_samples=N_HELDOUT, max_length=128, concurrency=4,
-                           spool_gib=20_000 / 2**30)
+                           spool_gib=50_000 / 2**30)
     with server_up(config, tied=True) as server:
         summary = extract(config, need_servers(config), target, prompts)
         assert summary.extracted + summary.pending == summary.asked and summary.extracted > 0
