@@ -19,10 +19,10 @@ from eyas.errors import EyasError
 from eyas.extract import extract
 from eyas.faults import FP8, clean, faults, template_mismatch
 from eyas.files import ROOT, read_json, write_json
-from eyas.parity import CHUNK_TOK, Asked, Evidence, HuggingFace, as_stored, ask, ask_full, certify, chosen_samples, distance, examine, match, policy_test, text_test
+from eyas.parity import CHUNK_TOK, Asked, Evidence, HuggingFace, after_norm, as_stored, ask, ask_full, certify, chosen_samples, distance, examine, match, policy_test, text_test
 from eyas.prompts import load_prompts
 from eyas.serve import server_up
-from eyas.store import Store
+from eyas.store import NormedHead, Store
 from eyas.target import load_target
 from eyas.train import train
 
@@ -155,11 +155,11 @@ def test_smollm2_passes(server, embedded):
     assert policy["greedy"] / policy["supervised"] > 0.9, "the shipped responses are its own"
 
 
+@pytest.mark.slow
 @pytest.mark.server
+@pytest.mark.parametrize("running_case", ["Qwen3"], indirect=True, scope="module")
 def test_prefix_cache_and_chunked_prefill(case, monkeypatch):
     """A second server with both: it keeps refusing whole samples, gives rows as it computes them, and these are the stored ones."""
-    if case.target.config["model_type"] != "qwen3":
-        pytest.skip("one start of a second server is enough: it runs with Qwen3")
     with server_up(dataclasses.replace(case.config, run_name="full"), tied=True, chunk_tok=CHUNK_TOK) as second:
         status = second.status()
         assert status["radix_cache"] and status["chunked_prefill"]
@@ -176,6 +176,17 @@ def test_prefix_cache_and_chunked_prefill(case, monkeypatch):
         monkeypatch.setattr(eyas.parity, "server_up", lambda *args, **kwargs: contextlib.nullcontext(second))
         record = certify(case.config, case.server, case.store, case.target, case.prompts, full=True)
     assert record["passed"] and {row["how"] for row in record["tests"][3]["rows"]} == {"another batch", "decoding", "prefix cache", "chunked prefill"}
+
+
+@pytest.mark.server
+def test_a_store_of_normed_last_states(case):
+    """As some imports are: its last boundary is compared after the norm, and one before the norm is caught."""
+    last, head = case.target.n_blocks, NormedHead(case.head.norm_weight, case.head.lm_head, case.head.eps)
+    evidence = {id: after_norm(e, case.head) for id, e in case.evidence.items()}
+    normed = {id: {**s, "states": s["states"] | {last: case.head.normed(s["states"][last]).to(torch.bfloat16)}} for id, s in case.samples.items()}
+    for samples, ok in ((normed, True), (case.samples, False)):
+        tests = {v.name: v.ok for v in examine(samples, evidence, head, case.dtype, case.tokenizer)}
+        assert [tests[name] for name in ("text", "head", "boundary", "serving")] == [True, ok, ok, ok]
 
 
 # ---- faults

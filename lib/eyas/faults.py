@@ -43,7 +43,7 @@ def faults(samples: dict[str, dict], evidence: dict[str, Evidence], head: Head, 
     def in_one(fault: str, size: str, sample: dict, dtype: str = dtype) -> Altered:
         return Altered(fault, size, {a: sample}, {a: evidence[a]}, dtype)
 
-    for where, stored in (("start", boundaries[0]), ("middle", boundaries[len(boundaries) // 2]), ("end", last)):
+    for where, stored in (("start", boundaries[0]), ("middle", boundaries[(len(boundaries) - 1) // 2]), ("end", last)):
         holds = stored + 1 if stored < last else stored - 1
         rows = as_stored(evidence[a].reference.rounded[holds], dtype)
         apart = distance(rows, one["states"][stored]).median()

@@ -581,6 +581,11 @@ def _finite(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def tests_table(record: dict) -> pd.DataFrame:
+    words = {True: "passed", False: "FAILED", None: "measured only"}
+    return pd.DataFrame([{"test": test["name"], "verdict": words[test["ok"]], "detail": test["detail"]} for test in record["tests"]])
+
+
 def summary(record: dict) -> str:
     """A line per test, then the cost."""
     words = {True: "ok  ", False: "FAIL", None: "    "}
