@@ -341,13 +341,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return args.run(args)
     except EyasError as error:
-        print(f"eyas: {error}", file=sys.stderr)
-        return 2
         print(f"eyas: {error}{_as_here(args, error.next_command)}", file=sys.stderr)
         return 2
     except OSError as error:  # a disk, a permission, a name that is too long: nothing that a traceback would explain
-
-
+        print(f"eyas: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("eyas: interrupted", file=sys.stderr)
         return 130
@@ -359,5 +357,7 @@ def _as_here(args, next_command: str) -> str:
     options += [word for name, value in getattr(args, "p", None) or [] if f"-p {name} " not in next_command for word in ("-p", name, value)]
     needed = re.search("python -m eyas (?!data|doctor|prompts build|profile)", next_command) and not next_command.endswith("--help")
     return f", with {shlex.join(options)} as here" if options and needed else ""
+
+
 if __name__ == "__main__":
     raise SystemExit(main())
