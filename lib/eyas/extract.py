@@ -125,6 +125,8 @@ def extract(config: Config, servers: list[Server], target: Target, prompts: Prom
         have = writer.extracted
         lengths = [len(s.input_ids) for s in samples if s.id not in have]
         plan = planned(config, len(lengths), sum(lengths), target.n_blocks, target.hidden_size, statuses[0]["dtype"])
+        if plan.samples:
+            print(plan, flush=True)
         check_room(plan, config.store_dir, fleet.spool_bytes(plan.tok), anyway)
         by_id = {s.id: s for s in samples}
         todo = writer.plan([Planned(c.id, c.split, c.category, len(by_id[c.id].input_ids) if c.id in by_id else 0) for c in conversations], retry_failed)
