@@ -30,7 +30,8 @@ def clean(samples: dict[str, dict], evidence: dict[str, Evidence], dtype: str) -
     """What must pass: the data as they are, and as an fp8 store holds them."""
     yield Altered("none", "the data as they are", samples, evidence, dtype)
     if dtype != FP8:
-        yield Altered("none, stored as fp8", "a scale per token and boundary", {id: _with(s, lambda b, rows: as_stored(rows, FP8)) for id, s in samples.items()}, evidence, FP8)
+        stored = {id: _with(s, lambda b, rows: as_stored(rows, FP8)) for id, s in samples.items()}
+        yield Altered("none, stored as fp8", "a scale per token and boundary", stored, evidence, FP8)
 
 
 def faults(samples: dict[str, dict], evidence: dict[str, Evidence], head: Head, dtype: str, tokenizer) -> Iterator[Altered]:
@@ -54,11 +55,13 @@ def faults(samples: dict[str, dict], evidence: dict[str, Evidence], head: Head, 
     yield in_one("rows shifted by one token", f"{T - 1} of {T} rows", _with(one, lambda b, x: torch.cat([x[:1], x[:-1]])))
     middle = T // 2
     yield in_one("one row repeated, the next dropped", f"1 of {T} rows", _with(one, lambda b, x: torch.cat([x[: middle + 1], x[middle : middle + 1], x[middle + 2 :]])))
-    yield in_one("half the rows from a prefix-cache hit", f"{middle} of {T} rows were never written", _with(one, lambda b, x: torch.cat([torch.zeros_like(x[:middle]), x[middle:]])))
+    yield in_one("half the rows from a prefix-cache hit", f"{middle} of {T} rows were never written",
+                 _with(one, lambda b, x: torch.cat([torch.zeros_like(x[:middle]), x[middle:]])))
     stale = torch.arange(T) % len(other["input_ids"])
-    yield in_one("the same, another request's rows in their place", f"{middle} of {T} rows", _with(one, lambda b, x: torch.cat([other["states"][b][stale[:middle]], x[middle:]])))
-    yield Altered("states of two samples swapped", "2 samples", {a: _with(one, lambda b, x: other["states"][b][stale]), b: _with(other, lambda b, x: one["states"][b][torch.arange(len(x)) % T])},
-                  {a: evidence[a], b: evidence[b]}, dtype)
+    yield in_one("the same, another request's rows in their place", f"{middle} of {T} rows",
+                 _with(one, lambda b, x: torch.cat([other["states"][b][stale[:middle]], x[middle:]])))
+    swapped = {a: _with(one, lambda b, x: other["states"][b][stale]), b: _with(other, lambda b, x: one["states"][b][torch.arange(len(x)) % T])}
+    yield Altered("states of two samples swapped", "2 samples", swapped, {a: evidence[a], b: evidence[b]}, dtype)
     if evidence[a].expected is not None:
         yield Altered("two samples swapped whole", "2 samples", {a: other, b: one},
                       {a: replace(evidence[b], expected=evidence[a].expected), b: replace(evidence[a], expected=evidence[b].expected)}, dtype)

@@ -179,7 +179,8 @@ def text_test(samples: dict[str, dict], evidence: dict[str, Evidence], tokenizer
         return Verdict("text", False, "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""), math.inf)
     if by_prompts < len(samples) and not opening:
         return Verdict("text", None, "no prompt set, and the template has no generation prompt: the loss mask could not be checked")
-    return Verdict("text", True, f"token ids and loss mask of {len(samples)} samples are " + ("the prompt set's" if by_prompts == len(samples) else "where the template puts its answers"))
+    where = "the prompt set's" if by_prompts == len(samples) else "where the template puts its answers"
+    return Verdict("text", True, f"token ids and loss mask of {len(samples)} samples are {where}")
 
 
 def generation_prompt(tokenizer) -> str:
@@ -229,7 +230,8 @@ def head_test(samples: dict[str, dict], evidence: dict[str, Evidence], head: Hea
     each = [_excess(_quantile(e, 0.5), FLOORS * max(_quantile(s, 0.5), _quantile(o, 0.5))) for e, s, o, _ in parts]
     excess = max(row["excess"], *each, _excess(float(behind.max()), tie))
     agreeing, ties = int((behind <= 0).sum()), int(((behind > 0) & (behind <= tie)).sum())
-    detail = f"first choice as the server's at {agreeing:,} of {len(behind):,} positions, {ties} more tie; log-probabilities {row['error_p50']:.3f} apart (median), {excess:.2f} of the limit"
+    detail = f"first choice as the server's at {agreeing:,} of {len(behind):,} positions, {ties} more tie; "
+    detail += f"log-probabilities {row['error_p50']:.3f} apart (median), {excess:.2f} of the limit"
     return Verdict("head", excess <= 1, detail, excess, ({"positions": len(behind), "agreeing": agreeing, "ties": ties} | row | {"excess": excess},))
 
 
@@ -251,7 +253,8 @@ def boundary_test(samples: dict[str, dict], evidence: dict[str, Evidence], dtype
             parts.setdefault(b, []).append(match(rows, exact, as_stored(reference.rounded[b], dtype), b))
     table, wrong = [], []
     for b, found in sorted(parts.items()):
-        row = {"boundary": b, "nearest": next((m.nearest for m in found if m.nearest != b), b), "margin": min(m.margin for m in found), "lost_rows": sum(m.lost for m in found)}
+        row = {"boundary": b, "nearest": next((m.nearest for m in found if m.nearest != b), b), "margin": min(m.margin for m in found)}
+        row["lost_rows"] = sum(m.lost for m in found)
         row |= _summary(torch.cat([m.error for m in found]), torch.cat([m.floor for m in found]))
         row["excess"] = max(row["excess"], *(_excess(_quantile(m.error, 0.5), FLOORS * _quantile(m.floor, 0.5)) for m in found))
         if row["lost_rows"]:
@@ -314,7 +317,8 @@ def serving_test(samples: dict[str, dict], evidence: dict[str, Evidence], dtype:
         error, floor = map(torch.cat, zip(*found))
         table.append({"how": how, "boundary": b, "tok": len(error)} | _summary(error, floor))
     worst = max(table, key=lambda row: row["excess"])
-    detail = f"{', '.join(dict.fromkeys(row['how'] for row in table))}: at most {FLOORS * worst['excess']:.2f} floors apart (boundary {worst['boundary']}, {worst['how']}), {FLOORS} are allowed"
+    ways = ", ".join(dict.fromkeys(row["how"] for row in table))
+    detail = f"{ways}: at most {FLOORS * worst['excess']:.2f} floors apart (boundary {worst['boundary']}, {worst['how']}), {FLOORS} are allowed"
     return Verdict("serving", worst["excess"] <= 1, detail, worst["excess"], tuple(table))
 
 
@@ -332,7 +336,8 @@ def policy_test(samples: dict[str, dict], evidence: dict[str, Evidence]) -> Verd
         logp += float(served.next_logp[at].sum())
     others = total - greedy - near
     words = "the target's own words" if not others else f"{others} are not the target's own"
-    detail = f"{greedy:,} of {total:,} supervised tokens are the server's first choice, {near} more are within rounding of it; {words}; mean log-probability {logp / max(total, 1):.3f}"
+    detail = f"{greedy:,} of {total:,} supervised tokens are the server's first choice, {near} more are within rounding of it; {words}; "
+    detail += f"mean log-probability {logp / max(total, 1):.3f}"
     return Verdict("policy", None, detail, 0.0, ({"supervised": total, "greedy": greedy, "ties": near, "mean_logp": logp / max(total, 1)},))
 
 
@@ -595,4 +600,5 @@ def summary(record: dict) -> str:
 
 def cost(record: dict) -> str:
     share = record["share_of_extraction"]
-    return f"{len(record['samples'])} of {record['of_samples']:,} samples, {record['tok']:,} tokens, {record['seconds']['all']:.1f} s" + (f", {share:.1%} of what extraction takes" if share else "")
+    text = f"{len(record['samples'])} of {record['of_samples']:,} samples, {record['tok']:,} tokens, {record['seconds']['all']:.1f} s"
+    return text + (f", {share:.1%} of what extraction takes" if share else "")
