@@ -18,7 +18,7 @@ from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.extract import extract
 from eyas.faults import FP8, clean, faults, template_mismatch
-from eyas.files import ROOT, read_json, write_json
+from eyas.files import read_json, write_json
 from eyas.parity import CHUNK_TOK, Asked, Evidence, HuggingFace, after_norm, as_stored, ask, ask_full, certify, chosen_samples, distance, examine
 from eyas.parity import match, text_test
 from eyas.prompts import load_prompts
