@@ -299,7 +299,7 @@ class Training:
             with torch.no_grad():
                 guilty = [id for id in ids if not torch.isfinite(self.loss([id])[0].total)]
             raise EyasError(f"the loss of optimiser step {self.step + 1} is not finite; samples {', '.join(guilty or ids)}", "finite states in the store",
-                            "python -m eyas verify --mend, or a smaller learning_rate if they are whole")
+                            "python -m eyas verify --repair, or a smaller learning_rate if they are whole")
         warmup = round(len(self.steps) * self.config.warmup_ratio)
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate * schedule(self.step, len(self.steps), warmup)
