@@ -1,5 +1,6 @@
 """The tree itself: notebooks stripped, thin and in agreement with Config; profiles whole; no path of somebody's machine in any file."""
 
+import argparse
 import ast
 import inspect
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from eyas.cli import build_parser
 from eyas.config import PROFILES, Config, _coerce, read_profile
 from eyas.files import ROOT
 from eyas.report import NOTEBOOKS, declared_parameters
@@ -135,3 +137,25 @@ def test_no_machine_paths():
             if found:
                 wrong.append(f"{name}: {found.group(0)}")
     assert not wrong
+
+
+def test_every_command_that_is_named_exists():
+    """`python -m eyas COMMAND --flag` in messages, notebooks and documents: the command and its flags are the parser's."""
+    parser = build_parser()
+    texts = {p: p.read_text() for folder in ("lib", "notebooks", "patches", "benchmarks") for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".ipynb", ".md", ".yaml")}
+    texts |= {p: p.read_text() for p in (ROOT / "README.md", ROOT / "Makefile")}
+    wrong, seen = [], set()
+    for path, text in texts.items():
+        for words in re.findall(r"python -m eyas ((?:[a-z-]+ ?)+(?:[A-Z.]+ )?(?:-p \w+ \S+ )*(?:--[a-z-]+)?)", text):
+            command, *rest = words.split()
+            here = parser
+            while (choices := next((a.choices for a in here._actions if isinstance(a, argparse._SubParsersAction)), None)) and command in choices:
+                here, command = choices[command], rest.pop(0) if rest else ""
+            if here is parser:
+                wrong.append(f"{path.relative_to(ROOT)}: {words}")
+                continue
+            seen.add(words.split()[0])
+            options = {option for action in here._actions for option in action.option_strings}
+            wrong += [f"{path.relative_to(ROOT)}: {words}" for word in [command, *rest] if word.startswith("--") and word not in options]
+    assert not wrong
+    assert {"extract", "verify", "server", "train", "parity"} <= seen
