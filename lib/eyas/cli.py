@@ -138,7 +138,7 @@ def _data(args) -> int:
     removal = trash.look(args.run_name, trash.PARTS if args.part == "all" else (args.part,))
     print(f"{removal}" + (f"; the drafter of run {', '.join(removal.named_by)} was trained from it" if removal.named_by else ""))
     if not args.yes:
-        print("nothing removed yet; the same command with --yes removes it")
+        print(f"nothing removed yet; the same command with --yes{' --force' if removal.named_by else ''} removes it")
         return 0
     trash.remove(removal, args.force)
     print("removed")
@@ -146,7 +146,7 @@ def _data(args) -> int:
 
 
 def _verify(args) -> int:
-    from eyas.extract import extract
+    from eyas.extract import chosen, extract
     from eyas.prompts import load_prompts
     from eyas.serve import need_servers
     from eyas.store import Store
@@ -170,7 +170,13 @@ def _verify(args) -> int:
         print(extract(config, need_servers(config), target, prompts))
         report = verify(config.store_dir, prompts, target.tokenizer())
         print(report)
-    return 0 if report.ok else 1
+    store = Store.open(config.store_dir)
+    if not report.ok or store.manifest["prompts"]["hash"] is None:
+        return 0 if report.ok else 1
+    asked = {c.id for c in chosen(config, prompts)}
+    there = len(asked & set(store.samples()))
+    print(f"complete: {there} of {len(asked)} samples that the profile asks for" + ("" if there == len(asked) else "; next: python -m eyas extract, which says why the others are not there"))
+    return 0 if there == len(asked) else 1
 
 
 def _parity(args) -> int:

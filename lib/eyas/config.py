@@ -103,6 +103,7 @@ class Config:
         for name in ("plan_tok", "plan_samples", "plan_hidden_size", "plan_blocks", "plan_tok_per_s"):
             need(getattr(self, name) >= 0, name, "at least 0")
         need(not self.server_url or all(url.strip().startswith(("http://", "https://")) for url in self.server_url.split(",")), "server_url", "http://HOST:PORT, or several with commas between")
+        need(0 <= self.port <= 65535, "port", "0 (a free one) to 65535")
         need(0 <= self.warmup_ratio < 1, "warmup_ratio", "0 up to, not including, 1")
         need(self.max_length <= self.context_tok, "max_length", f"at most context_tok ({self.context_tok})")
 

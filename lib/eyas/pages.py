@@ -149,9 +149,11 @@ def failure_banner(record: dict) -> str:
 
 
 def verdict(headline: dict) -> str:
-    """The answer in one sentence, from the speed ratio's interval and the identity of the output."""
-    ratio = headline["speed_ratio"]
-    numbers = f"{ratio['value']:.2f} times the speed of plain greedy decoding{_interval(ratio)}"
+    """The answer in one sentence, from the float32 speed ratio's interval and the identity of the output; bfloat16's ratio beside it."""
+    ratio, again = headline["speed_ratio"], headline.get("speed_ratio_bfloat16") or {}
+    numbers = f"{ratio['value']:.2f} times the speed of plain greedy decoding in float32{_interval(ratio)}"
+    if again.get("value") is not None:
+        numbers += f"; {again['value']:.2f} in bfloat16{_interval(again)}"
     if not headline["identical_float32"]:
         return f"Don't serve it: its output is not the target's own greedy output ({numbers})."
     if ratio["low"] is None:
@@ -203,7 +205,7 @@ def _tiles(headline: dict) -> str:
     tiles = [("Acceptance length", length, "tokens per verify step, bonus token included")]
     if estimate:
         tiles.append(("Offline estimate", estimate, "acceptance length from stored states"))
-    tiles.append(("Speed ratio", ratio, "times plain greedy decoding by the same code"))
+    tiles.append(("Speed ratio", ratio, "times plain greedy decoding by the same code, float32"))
     html = [f'<div class="tile"><span>{name}</span><b>{block["value"]:.2f}</b><span>{note}{_interval(block)}; {block["prompts"]} prompts</span></div>'
             for name, block, note in tiles]
     word = "yes" if identical else "no"

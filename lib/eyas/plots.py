@@ -338,7 +338,6 @@ def plot_parity(tests: list[dict], ax: Axes | None = None) -> Axes:
 
 
 def _error(values: np.ndarray, intervals: list[dict]) -> np.ndarray:
-    """[2, n] distances for errorbar; none where an interval could not be made."""
-    low = [interval["low"] if interval["low"] is not None else value for value, interval in zip(values, intervals)]
-    high = [interval["high"] if interval["high"] is not None else value for value, interval in zip(values, intervals)]
+    """[2, n] distances for errorbar; NaN, which draws nothing, where an interval could not be made."""
+    low, high = (np.array([np.nan if interval[end] is None else interval[end] for interval in intervals], dtype=float) for end in ("low", "high"))
     return np.abs(np.array([values - low, high - values]))
