@@ -19,6 +19,7 @@ import itertools
 import json
 import shutil
 import threading
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ COLUMNS = {
     "length": "int64", "loss_tok": "int64", "content_hash": "string", "truncated": "bool",
 }
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
+WRITING = 2  # shards at a time
 
 
 class StoreDamaged(EyasError):
@@ -202,8 +204,8 @@ class NormedHead(Head):
 class StoreWriter:
     """Adds samples to a store. One writer at a time (a lock file, gone with its process).
 
-    Shards are written in a thread of their own, one at a time, so that the next one is filled meanwhile; an error there comes out of the next
-    call (OSError when the disk is full).
+    Shards are written in threads of their own, two at a time: one waits for the disk, one is copied, and a third is filled meanwhile. An error there
+    comes out of a later call (OSError when the disk is full).
     """
 
     def __init__(self, folder: Path, manifest: dict, head: Head, shard_bytes: int):
@@ -246,8 +248,9 @@ class StoreWriter:
             ids.sort(key=lambda id: self._index[id]["offset"])
         self._awaited: dict[str, set[str]] = {}  # shard -> samples that this run will still add or fail
         self._held: dict[str, dict[str, dict]] = {}  # shard -> id -> what is to be written
-        self._thread = ThreadPoolExecutor(1, "eyas-store")
-        self._writing: Future | None = None
+        self._index_lock = threading.Lock()  # of index.parquet: an older picture never replaces a newer one
+        self._threads = ThreadPoolExecutor(WRITING, "eyas-store")
+        self._writing: deque[Future] = deque()
 
     @property
     def extracted(self) -> set[str]:
@@ -316,12 +319,14 @@ class StoreWriter:
             self._submit(shard)
 
     def _submit(self, shard: str) -> None:
-        self._wait()
-        self._writing = self._thread.submit(self._write_shard, shard, self._held.pop(shard))
+        self._wait(WRITING - 1)
+        self._writing.append(self._threads.submit(self._write_shard, shard, self._held.pop(shard)))
 
-    def _wait(self) -> None:
-        if self._writing is not None:
-            self._writing.result()
+    def _wait(self, left: int = 0) -> None:
+        """Until at most `left` shards are being written. One that failed stays first, so that every later call says so too."""
+        while len(self._writing) > left:
+            self._writing[0].result()
+            self._writing.popleft()
 
     def _write_shard(self, shard: str, held: dict[str, dict]) -> None:
         """Data first, then the index that counts it. What the shard has already stays, what it lacks is zeros."""
@@ -357,9 +362,10 @@ class StoreWriter:
         return torch.zeros(length, self.store.manifest["hidden_size"], dtype=self._dtype)
 
     def _write_index(self) -> None:
-        with self._lock:
-            rows = list(self._index.values())
-        write_index(self.folder, rows, self.store.manifest)
+        with self._index_lock:
+            with self._lock:
+                rows = list(self._index.values())
+            write_index(self.folder, rows, self.store.manifest)
 
     def flush(self) -> None:
         """Write what is held, also shards that are not complete yet; afterwards all of it is counted and survives a kill."""
@@ -375,7 +381,7 @@ class StoreWriter:
 
     def release(self) -> None:
         """Give the lock back, whatever state this is in."""
-        self._thread.shutdown(wait=True)
+        self._threads.shutdown(wait=True)
         self._lock_file.close()
 
 
