@@ -144,7 +144,8 @@ def test_specforge_files(exported, samples, model, target):
 
 
 def test_speculators_files_are_a_data_set_that_datasets_loads(exported, samples):
-    datasets = pytest.importorskip("datasets")
+    import datasets  # of the lock, seconds to import
+
     rows = datasets.load_from_disk(str(exported["speculators"]))
     assert rows.column_names == ["input_ids", "loss_mask", "seq_len"] and len(rows) == N_SAMPLES
     for i, sample in enumerate(samples):
@@ -223,7 +224,8 @@ def test_compressed_specforge_files(data, target, files, exported, tmp_path):
 
 def test_a_data_set_of_datasets_own_making(data, target, files, exported, samples, tmp_path):
     """Other integer widths and several files, as `save_to_disk` writes them."""
-    datasets = pytest.importorskip("datasets")
+    import datasets  # of the lock, seconds to import
+
     for path in [*files["speculators"].glob("*.arrow"), *files["speculators"].glob("*.json")]:
         path.unlink()
     features = datasets.Features({"input_ids": datasets.LargeList(datasets.Value("int32")), "loss_mask": datasets.List(datasets.Value("int8")), "seq_len": datasets.Value("int64")})
@@ -510,6 +512,7 @@ def peer(variable: str, install: str, code: str, *arguments: str):
     """What the code leaves in `found`, run by the Python that the variable names, as torch tensors."""
     python = os.environ.get(variable)
     if not python:
+        # Goes when the peer can share an environment with this lock (speculators and specforge pin other versions of its packages).
         pytest.skip(f"{variable} names no Python; python3.11 -m venv PEER && PEER/bin/pip install {install}; {variable}=PEER/bin/python make test")
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run([python, "-c", f"import sys, torch\n{code}\ntorch.save(found, sys.argv[1])", *arguments], env=environment, capture_output=True, text=True)
