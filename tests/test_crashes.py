@@ -97,10 +97,12 @@ def bytes_of(config) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def undisturbed(job, serve):
+def undisturbed(job, serve, prompts):
     config, run = job("undisturbed", serve())
     assert run().extracted == N_TRAIN + N_HELDOUT
     assert len(list((config.store_dir / "shards").iterdir())) > 4
+    index = Store.open(config.store_dir).index
+    assert dict(zip(index["id"], index["topic"])) == {c.id: c.topic for c in prompts.conversations}
     return bytes_of(config)
 
 

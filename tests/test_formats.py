@@ -185,6 +185,7 @@ def test_round_trip(data, target, exported, tmp_path, name):
     imported = import_store(config_for(target), target, name, exported[name])
     assert imported.imported == N_SAMPLES and not imported.failed
     store = imported.store
+    assert set(store.index["topic"]) == {""}
     assert store.manifest["last_state"] == FORMATS[name].norm and store.boundaries == (*BOUNDARIES, N)
     assert store.samples()[:2] == [f"{name}-000000", f"{name}-000001"] and store.samples("heldout") == [f"{name}-000000", f"{name}-000020"]
     export_store(store, name, tmp_path / "again", BOUNDARIES)

@@ -40,7 +40,7 @@ def head() -> Head:
 def rows(id: str, length: int = 7, split: str = "train") -> Rows:
     generator = torch.Generator().manual_seed(sum(id.encode()) + length)
     states = {b: torch.randn(length, H, generator=generator).bfloat16() for b in BOUNDARIES}
-    return Rows(id, split, "chat", torch.arange(length) + len(id), torch.arange(length) >= 3, states)
+    return Rows(id, split, "chat", torch.arange(length) + len(id), torch.arange(length) >= 3, states, topic=f"about {id}")
 
 
 def made(ids) -> list[Rows]:
@@ -68,9 +68,33 @@ def test_what_is_written_is_read_and_nothing_is_padded(tmp_path):
         assert torch.equal(read["input_ids"], want.input_ids) and torch.equal(read["loss_mask"], want.loss_mask)
         assert all(torch.equal(read["states"][b], want.states[b]) for b in BOUNDARIES)
         assert list(store.read(id, (3,))["states"]) == [3]
+    assert list(store.index["topic"]) == [f"about {id}" for id in ids]
     tokens = sum(5 + n for n in range(9))
     on_disk = sum(t.nbytes for path in (store.folder / "shards").iterdir() for t in load_file(path).values())
     assert on_disk == tokens * (len(BOUNDARIES) * H * 2 + 8 + 1) == tokens * store.token_bytes
+
+
+def test_texts_are_those_of_read_and_each_shard_is_read_once(tmp_path, monkeypatch):
+    ids = [f"s{n}" for n in range(9)]
+    store, read = write(tmp_path / "run" / "store", ids, shard_bytes=1500), []
+    monkeypatch.setattr(Store, "stored", lambda self, row, boundaries, stored=Store.stored: read.append((row["shard"], boundaries)) or stored(self, row, boundaries))
+    asked = ["s8", "s2", "s0", "s8"]
+    texts = list(store.texts(asked))
+    assert sorted(id for id, *_ in texts) == sorted(asked)
+    for id, input_ids, loss_mask in texts:
+        want = rows(id, 5 + ids.index(id))
+        assert torch.equal(input_ids, want.input_ids) and torch.equal(loss_mask, want.loss_mask) and loss_mask.dtype == torch.bool
+    assert sorted(read) == sorted({(store.row(id)["shard"], ()) for id in asked}) and len(read) == 2 < len(set(store.index["shard"]))
+    assert list(store.texts([])) == []
+    for path in (store.folder / "shards").iterdir():
+        os.truncate(path, 300)
+    store = Store.open(store.folder)
+    for wrong, said in (("s9", "not in the store"), ("s1", "holds sample 's1', cannot be read.*verify --repair -p run_name run")):
+        with pytest.raises(EyasError, match=said):
+            list(store.texts([wrong]))
+    store.index.loc[1, "state"] = "failed"
+    with pytest.raises(EyasError, match="'s1' was not extracted"):
+        list(store.texts(["s0", "s1"]))
 
 
 def test_a_file_is_what_safetensors_writes(tmp_path):
@@ -244,7 +268,7 @@ def test_an_altered_byte_marks_just_its_sample_and_is_mended_to_the_same_bytes(t
         store = Store.open(folder)
         assert set(store.samples()) == set(ids) - {bad} and store.row(bad)["state"] == "pending"
         writer = StoreWriter(folder, MANIFEST, head(), 10**9)
-        assert writer.plan([Planned(r.id, r.split, r.category, len(r.input_ids)) for r in made(ids)]) == [bad]
+        assert writer.plan([Planned(r.id, r.split, r.category, len(r.input_ids), r.topic) for r in made(ids)]) == [bad]
         writer.add(rows(bad, 5 + ids.index(bad)))
         write_data_config(writer.close(), {})
         assert everything(folder) == undisturbed and verify(folder).ok
@@ -474,7 +498,7 @@ def run(folder, ids, skip=(), shard_bytes=1500, stop_after=None, retry_failed=Fa
     samples = {r.id: r for r in made(ids)}
     writer = StoreWriter(folder, MANIFEST, head(), shard_bytes)
     try:
-        for n, id in enumerate(writer.plan([Planned(r.id, r.split, r.category, len(r.input_ids)) for r in samples.values()], retry_failed)):
+        for n, id in enumerate(writer.plan([Planned(r.id, r.split, r.category, len(r.input_ids), r.topic) for r in samples.values()], retry_failed)):
             if n == stop_after:
                 break
             if id in skip:
@@ -575,11 +599,15 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path):
     assert sorted(p.name for p in folder.rglob(".*")) == [".ipynb_checkpoints", ".lock"]
 
 
-def test_an_older_format_is_refused_by_its_name(tmp_path):
+@pytest.mark.parametrize("older, sealed", [("eyas-store-1", lambda manifest: manifest), ("eyas-store-2", seal)])
+def test_an_older_format_is_refused_by_its_name(tmp_path, older, sealed):
     folder = write(tmp_path / "store", ["a"]).folder
-    (folder / "manifest.json").write_text(json.dumps({"format": "eyas-store-1", "boundaries": [1]}))
-    with pytest.raises(EyasError, match="the store's format is 'eyas-store-1'"):
-        Store.open(folder)
+    (folder / "manifest.json").write_text(json.dumps(sealed({"format": older, "boundaries": [1]})))
+    for act in (Store.open, verify):
+        with pytest.raises(EyasError, match=f"the store's format is '{older}'"):
+            act(folder)
+    with pytest.raises(EyasError, match=f"format \\({older}, now eyas-store-3\\)"):
+        StoreWriter(folder, MANIFEST, head(), 1000)
 
 
 def test_the_index_is_plain_parquet(tmp_path):

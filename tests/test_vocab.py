@@ -37,8 +37,9 @@ def test_only_supervised_positions_are_counted():
         "b": {"input_ids": torch.tensor([1, 0, 3]), "loss_mask": torch.tensor([True, False, True])},
         "c": {"input_ids": torch.tensor([2, 2]), "loss_mask": torch.tensor([True, True])},
     }
-    store = SimpleNamespace(read=lambda id, boundaries: samples[id], head=lambda: SimpleNamespace(lm_head=torch.zeros(5, 2)))
+    store = SimpleNamespace(texts=lambda ids: [(id, *samples[id].values()) for id in ids], head=lambda: SimpleNamespace(lm_head=torch.zeros(5, 2)))
     assert count_tokens(store, ["a", "b"]).tolist() == [0, 2, 1, 1, 0]
+    assert count_tokens(store, ["a", "b", "b"]).tolist() == [0, 3, 1, 2, 0]
 
 
 @pytest.mark.parametrize("size", [0, 9])

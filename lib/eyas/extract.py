@@ -129,7 +129,7 @@ def extract(config: Config, servers: list[Server], target: Target, prompts: Prom
             print(plan, flush=True)
         check_room(plan, config.store_dir, fleet.spool_bytes(plan.tok), anyway)
         by_id = {s.id: s for s in samples}
-        todo = writer.plan([Planned(c.id, c.split, c.category, len(by_id[c.id].input_ids) if c.id in by_id else 0) for c in conversations], retry_failed)
+        todo = writer.plan([Planned(c.id, c.split, c.category, len(by_id[c.id].input_ids) if c.id in by_id else 0, c.topic) for c in conversations], retry_failed)
         fleet.clear_spools()
         with Progress(total=len(todo)) as progress:
             for id in set(todo) & set(refused):
@@ -243,7 +243,8 @@ def _run(fleet: Fleet, writer: StoreWriter, samples: list[Sample], progress: Pro
                 tok = len(sample.input_ids)
                 try:
                     states = future.result()
-                    writer.add(Rows(sample.id, sample.split, sample.category, torch.from_numpy(sample.input_ids), torch.from_numpy(sample.loss_mask), states, sample.truncated))
+                    ids, mask = torch.from_numpy(sample.input_ids), torch.from_numpy(sample.loss_mask)  # [T]
+                    writer.add(Rows(sample.id, sample.split, sample.category, ids, mask, states, sample.truncated, sample.topic))
                     done.update(samples=1, tok=tok)
                     failures = 0
                     progress.update(samples=1, tok=tok, bytes=tok * per_token)

@@ -248,6 +248,7 @@ class Sample:
     category: str
     split: str
     warnings: tuple[str, ...] = ()  # what a person may want to know about an accepted sample
+    topic: str = ""
 
 
 def encode(conversation: Conversation, tokenizer, max_length: int) -> Sample:
@@ -295,7 +296,8 @@ def encode(conversation: Conversation, tokenizer, max_length: int) -> Sample:
         warnings.append(f"cut from {len(ids)} to {max_length} tokens")
         if not any(mask[:max_length]):
             raise EyasError(f"sample {id} has {len(ids)} tokens, and the first {max_length} hold nothing of an answer", "a longer max_length", "-p max_length N")
-    return Sample(id, np.array(ids[:max_length], dtype=np.int64), np.array(mask[:max_length], dtype=np.bool_), truncated, conversation.category, conversation.split, tuple(warnings))
+    ids, mask = np.array(ids[:max_length], dtype=np.int64), np.array(mask[:max_length], dtype=np.bool_)
+    return Sample(id, ids, mask, truncated, conversation.category, conversation.split, tuple(warnings), conversation.topic)
 
 
 def prompt_ids(messages: list[dict], tokenizer, id: str) -> list[int]:

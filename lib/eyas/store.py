@@ -20,6 +20,7 @@ import json
 import shutil
 import threading
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,10 +37,10 @@ from eyas.errors import EyasError
 from eyas.files import is_sealed, read_json, seal, sha256_json, write_atomic, write_json, write_safetensors
 from eyas.target import Head
 
-FORMAT = "eyas-store-2"
+FORMAT = "eyas-store-3"
 COLUMNS = {
-    "id": "string", "split": "string", "category": "string", "state": "string", "reason": "string", "shard": "string", "offset": "int64",
-    "length": "int64", "loss_tok": "int64", "content_hash": "string", "truncated": "bool",
+    "id": "string", "split": "string", "category": "string", "topic": "string", "state": "string", "reason": "string", "shard": "string",
+    "offset": "int64", "length": "int64", "loss_tok": "int64", "content_hash": "string", "truncated": "bool",
 }
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 WRITING = 2  # shards at a time
@@ -51,12 +52,13 @@ class StoreDamaged(EyasError):
 
 @dataclass(frozen=True)
 class Planned:
-    """One sample before it is extracted. `length_tok` 0: it will have no rows (refused before it was asked for)."""
+    """One sample before it is extracted. `length_tok` 0: it will have no rows (refused before it was asked for). `topic` '': unknown."""
 
     id: str
     split: str
     category: str
     length_tok: int
+    topic: str = ""
 
 
 @dataclass
@@ -70,6 +72,7 @@ class Rows:
     loss_mask: torch.Tensor  # bool [T]
     states: dict[int, torch.Tensor]
     truncated: bool = False
+    topic: str = ""
 
 
 def to_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,6 +116,7 @@ class Store:
         self.boundaries = tuple(manifest["boundaries"])
         self._row = {id: n for n, id in enumerate(index["id"])}
         self._shards: dict[str, safe_open] = {}
+        self._mend = f"python -m eyas verify --repair -p run_name {self.folder.parent.name}"  # a mix of stores has several runs
 
     @classmethod
     def open(cls, folder: Path) -> "Store":
@@ -145,30 +149,60 @@ class Store:
         return list(rows["id"] if split is None else rows.loc[rows["split"] == split, "id"])
 
     def row(self, id: str) -> pd.Series:
+        return self.index.iloc[self._place(id)]
+
+    def category(self, id: str) -> str:
+        return self.row(id)["category"]
+
+    def _place(self, id: str) -> int:
         if id not in self._row:
             raise EyasError(f"sample {id!r} is not in the store", "", "python -m eyas verify")
-        return self.index.iloc[self._row[id]]
+        return self._row[id]
 
     def read(self, id: str, boundaries: tuple[int, ...] | None = None) -> dict:
         """{"input_ids": int64 [T], "loss_mask": bool [T], "states": {b: [T, H]}}; only these bytes are read (memory map). fp8 comes as bfloat16."""
-        row = self.row(id)
-        if row["state"] != "extracted":
-            raise EyasError(f"sample {id!r} was not extracted ({row['state']}: {row['reason']})", "", "python -m eyas extract")
+        row = self._extracted(self.row(id))
         missing = set(boundaries or ()) - set(self.boundaries)
         if missing:
             raise EyasError(f"the store has boundaries {list(self.boundaries)}, not {sorted(missing)}", "", "python -m eyas extract -p boundaries '[...]'")
         boundaries = self.boundaries if boundaries is None else boundaries
-        try:
-            stored = self.stored(row, boundaries)
-        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise EyasError(f"{row['shard']}, which holds sample {id!r}, cannot be read: {type(error).__name__}", "a whole shard", "python -m eyas verify --repair") from None
-        mask = stored["loss_mask"]  # [T]
-        if len(mask) != row["length"] or mask.max() > 1:
-            raise EyasError(f"{row['shard']}, which holds sample {id!r}, is torn or altered", "as it was written", "python -m eyas verify --repair")
+        stored = self._readable(row, row, boundaries)
+        mask = self._checked_mask(stored["loss_mask"], row)  # [T]
         states = {b: stored[f"boundary_{b}"] for b in boundaries}  # [T, H] each
         if self.manifest["dtype"] == "float8_e4m3fn":
             states = {b: from_fp8(rows, stored[f"scale_{b}"]) for b, rows in states.items()}
-        return {"input_ids": stored["input_ids"], "loss_mask": mask.bool(), "states": states}
+        return {"input_ids": stored["input_ids"], "loss_mask": mask, "states": states}
+
+    def texts(self, ids: list[str]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """(id, input_ids int64 [T], loss_mask bool [T]) of each of these samples, shard by shard: of each just ids and masks are read, once. Errors as in `read`."""
+        rows = self.index.iloc[[self._place(id) for id in ids]]
+        for row in rows[rows["state"] != "extracted"].to_dict("records"):
+            self._extracted(row)
+        for _, members in rows.groupby("shard", sort=False):
+            members = members.to_dict("records")
+            start, end = min(row["offset"] for row in members), max(row["offset"] + row["length"] for row in members)
+            stored = self._readable({"shard": members[0]["shard"], "offset": start, "length": end - start}, members[0], ())
+            for row in members:
+                place = slice(row["offset"] - start, row["offset"] - start + row["length"])
+                yield row["id"], stored["input_ids"][place], self._checked_mask(stored["loss_mask"][place], row)
+
+    def _readable(self, span, row, boundaries: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        """`stored` of a span of rows, for a sample that lies in it."""
+        try:
+            return self.stored(span, boundaries)
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            raise EyasError(f"{row['shard']}, which holds sample {row['id']!r}, cannot be read: {type(error).__name__}", "a whole shard", self._mend) from None
+
+    def _extracted(self, row):
+        if row["state"] != "extracted":
+            raise EyasError(f"sample {row['id']!r} was not extracted ({row['state']}: {row['reason']})", "", f"python -m eyas extract -p run_name {self.folder.parent.name}")
+        return row
+
+    def _checked_mask(self, mask: torch.Tensor, row) -> torch.Tensor:
+        """uint8 [T] as stored -> bool [T]."""
+        if len(mask) != row["length"] or mask.max() > 1:
+            raise EyasError(f"{row['shard']}, which holds sample {row['id']!r}, is torn or altered", "as it was written", self._mend)
+        return mask.bool()
 
     def stored(self, row, boundaries: tuple[int, ...] | None = None) -> dict[str, torch.Tensor]:
         """The tensors of an index row as they lie in its shard."""
@@ -277,7 +311,8 @@ class StoreWriter:
                 place = {"shard": shard, "offset": filled, "length": sample.length_tok}
                 self._members[shard].append(sample.id)
                 filled += sample.length_tok
-            self._index[sample.id] = _index_row(self._columns, id=sample.id, split=sample.split, category=sample.category, state="pending", **place)
+            said = {"id": sample.id, "split": sample.split, "category": sample.category, "topic": sample.topic}
+            self._index[sample.id] = _index_row(self._columns, state="pending", **said, **place)
         wanted = ("pending", "failed") if retry_failed else ("pending",)
         todo = [s.id for s in samples if self._index[s.id]["state"] in wanted]
         for id in todo:
@@ -343,7 +378,7 @@ class StoreWriter:
                 tensors = _kept(old, row)
             for name in names:
                 pieces[name].append(tensors[name] if tensors else self._zeros(name, row["length"]))
-        place = ("id", "split", "category", "shard", "offset", "length")
+        place = ("id", "split", "category", "topic", "shard", "offset", "length")
         described = [row if row["state"] == "extracted" else _index_row(self._columns, state="pending", **{name: row[name] for name in place}) for row in rows]
         text = json.dumps(described, separators=(",", ":"))
         write_safetensors(self.folder / "shards" / shard, pieces, {"rows": text, "rows_hash": xxhash.xxh3_128_hexdigest(text.encode())})

@@ -193,7 +193,7 @@ def _check_shards(store: Store, report: VerifyReport) -> None:
 
 def _places(rows) -> list[tuple]:
     """What a shard and the index say alike of every sample that was planned for it."""
-    return sorted((row["offset"], row["id"], row["split"], row["category"], row["shard"], row["length"]) for row in rows)
+    return sorted((row["offset"], row["id"], row["split"], row["category"], row["topic"], row["shard"], row["length"]) for row in rows)
 
 
 def _check_counts(store: Store, report: VerifyReport) -> None:
