@@ -119,11 +119,11 @@ def target(tmp_path_factory):
     return load_target(str(make_tiny_target(tmp_path_factory.mktemp("target") / "tiny", n_blocks=6)))
 
 
-def make_drafter(target, boundaries=BOUNDARIES) -> Drafter:
+def make_drafter(target, boundaries=BOUNDARIES, **switches) -> Drafter:
     """Random, the norms too: a norm left at 1 would hide one that is forgotten."""
     torch.manual_seed(4)
     ids = torch.randperm(target.vocab_size)[:200].sort().values
-    drafter = Drafter(DrafterConfig.from_target(target, boundaries, len(ids)), DraftVocab(ids, target.vocab_size))
+    drafter = Drafter(DrafterConfig.from_target(target, boundaries, len(ids), **switches), DraftVocab(ids, target.vocab_size))
     for name, weight in drafter.named_parameters():
         weight.data.uniform_(0.5, 1.5) if "norm" in name else weight.data.normal_(std=weight.shape[-1] ** -0.5)
     drafter.embed_tokens.weight.data.copy_(target.embedding().float())
@@ -144,8 +144,10 @@ def run_sglang(folder: Path, target, token_ids: torch.Tensor, states: torch.Tens
     return load_file(tmp_path / "out.safetensors"), json.loads(done.stdout.strip().splitlines()[-1])
 
 
+@pytest.mark.parametrize("switches", [{}, {"fc_norm": True, "norm_output": True}], ids=["plain", "norms"])
 @torch.no_grad()
-def test_sglangs_own_model_loads_the_export_and_agrees(target, drafter, tmp_path):
+def test_sglangs_own_model_loads_the_export_and_agrees(target, tmp_path, switches):
+    drafter = make_drafter(target, **switches)
     folder = export_sglang(drafter, target, tmp_path / "export")
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(0, target.vocab_size, (13,), generator=generator)
@@ -154,13 +156,15 @@ def test_sglangs_own_model_loads_the_export_and_agrees(target, drafter, tmp_path
     assert report == {"class": "sglang.srt.models.llama_eagle3.LlamaForCausalLMEagle3", "untouched": ["model.embed_tokens.weight"]}  # the target's
     cache = DraftCache()
     hidden = drafter.extend(token_ids[:12], drafter.fuse(states), cache)
-    hidden = torch.cat([hidden, drafter.extend(token_ids[12:], hidden[-1:], cache)])  # and one draft step
-    torch.testing.assert_close(theirs["hidden"], hidden, atol=1e-5, rtol=1e-5)
+    hidden = torch.cat([hidden, drafter.extend(token_ids[12:], drafter.feed_back(hidden[-1:]), cache)])  # and one draft step
+    torch.testing.assert_close(theirs["hidden"], drafter.feed_back(hidden), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(theirs["logits"], drafter.logits(hidden), atol=1e-5, rtol=1e-5)
     assert torch.equal(theirs["hot_token_id"], drafter.vocab.ids)
 
 
-def test_export_and_import_are_inverse(target, drafter, tmp_path):
+@pytest.mark.parametrize("switches", [{}, {"fc_norm": True}, {"norm_output": True}], ids=["plain", "fc_norm", "norm_output"])
+def test_export_and_import_are_inverse(target, tmp_path, switches):
+    drafter = make_drafter(target, **switches)
     folder = export_sglang(drafter, target, tmp_path / "export")
     config = json.loads((folder / "config.json").read_text())
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3] and config["dtype"] == "bfloat16"
@@ -226,7 +230,7 @@ def test_wrong_drafter_files_are_refused_by_name(target, drafter, tmp_path, chan
     ({"vocab_size": 32000}, "another target: vocabulary 32000; expected 512"),
     ({"architectures": ["LlamaForCausalLM"]}, r"architectures \['LlamaForCausalLM'\]"),
     ({"num_hidden_layers": 2}, "2 layers"),
-    ({"norm_output": True}, "a drafter with norm_output"),
+    ({"fc_norm": True}, "missing weights: fc_norm.0.weight"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling"),
 ])  # fmt: skip
 def test_wrong_configs_are_refused_by_name(target, drafter, tmp_path, change, message):

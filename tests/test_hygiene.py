@@ -78,21 +78,41 @@ def test_no_definitions(path):
 
 @each_notebook
 def test_every_setting_used_is_declared(path):
-    """A setting that a called module reads but the notebook does not declare would silently keep its default whatever the profile says."""
+    """A setting that a called function reads but the notebook does not declare would silently keep its default whatever the profile says."""
     own = "\n".join(c.source for c in read(path).cells if c.cell_type == "code")
-    used, seen, waiting = settings_of(own), set(), modules_of(own)
+    used, seen, waiting = settings_of(own), set(), set(imports_of(ast.parse(own)).values())
     while waiting:
-        module = waiting.pop()
+        module, name = waiting.pop()
         source = ROOT / "lib" / "eyas" / f"{module}.py"
-        if module in seen or module in ("config", "report") or not source.is_file():
+        if (module, name) in seen or module in ("config", "report") or not source.is_file():
             continue
-        seen.add(module)
-        text = source.read_text()
+        seen.add((module, name))
+        tree = ast.parse(source.read_text())
+        defined = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        if name not in defined:
+            continue
+        text = ast.unparse(defined[name])
         if "config: Config" in text:
-            used |= settings_of(text)
-            waiting |= modules_of(text)
+            used |= settings_of(text) | settings_of(text, r"self\.config")
+        known = imports_of(tree) | {other: (module, other) for other in defined}
+        for node in ast.walk(defined[name]):
+            if isinstance(node, ast.Name) and node.id in known:
+                waiting.add(known[node.id])
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and known.get(node.value.id, ("", ""))[1] is None:
+                waiting.add((known[node.value.id][0], node.attr))
     missing = used - set(declared_parameters(path))
-    assert not missing, f"{path.stem} calls {sorted(seen)} and does not declare {sorted(missing)}"
+    assert not missing, f"{path.stem} calls {sorted(seen, key=str)} and does not declare {sorted(missing)}"
+
+
+def imports_of(tree: ast.Module) -> dict[str, tuple[str, str | None]]:
+    """Names of eyas that are imported somewhere in it: name -> (module, its name there; None: the module itself)."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("eyas."):
+            found |= {a.asname or a.name: (node.module.split(".")[1], a.name) for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "eyas":
+            found |= {a.asname or a.name: (a.name, None) for a in node.names}
+    return found
 
 
 def settings_of(source: str, owner: str = "config") -> set[str]:
@@ -101,12 +121,6 @@ def settings_of(source: str, owner: str = "config") -> set[str]:
     for name in [n for n in names if isinstance(getattr(Config, n, None), property)]:
         names |= settings_of(inspect.getsource(getattr(Config, name).fget), "self")
     return names & set(FIELDS)
-
-
-def modules_of(source: str) -> set[str]:
-    tree = ast.parse(source)
-    names = {n.module.split(".")[1] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("eyas.")}
-    return names | {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module == "eyas" for a in n.names}
 
 
 @pytest.mark.parametrize("path", sorted(PROFILES.glob("*.yaml")), ids=lambda p: p.stem)

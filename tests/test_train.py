@@ -16,13 +16,16 @@ import stores
 from tiny import make_tiny_target
 
 import eyas.train
-import stores
+import eyas.ttt
 from eyas.config import Config
 from eyas.drafter import load_drafter
 from eyas.errors import EyasError
 from eyas.store import Rows, Store
 from eyas.target import load_target
-from eyas.train import Teacher, batch_loss, pack, plan, schedule, train
+from eyas.losses import LOSSES
+from eyas.target import Head
+from eyas.train import plan, schedule, train
+from eyas.ttt import Teacher, batch_loss, pack, step_weights
 
 # ---- the loss and its gradient: one slot, one step, one key at a time, full attention, from the definition
 
@@ -91,10 +94,17 @@ def reference_loss(weights, samples, head, vocab_ids, n_steps, decay):
     return total, [float(loss.detach()) for loss in sums], hits, slots
 
 
+class WideHead(Head):
+    """In float64."""
+
+    def normed(self, states):
+        return states / (states.square().mean(-1, keepdim=True) + self.eps).sqrt() * self.norm_weight
+
+
 def make_head():
     g = torch.Generator().manual_seed(5)
     weight = torch.rand(H, generator=g, dtype=torch.float64) + 0.5
-    return SimpleNamespace(lm_head=torch.randn(V, H, generator=g, dtype=torch.float64), normed=lambda states: states / (states.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight)
+    return WideHead(weight, torch.randn(V, H, generator=g, dtype=torch.float64), 1e-5)
 
 
 MASKS = {
@@ -115,19 +125,19 @@ def both_losses(masks, n_steps, decay):
         if reference:
             total, *rest = reference_loss(dict(drafter.named_parameters()), samples.values(), head, drafter.vocab.ids.tolist(), n_steps, decay)
         else:
-            batch = pack(samples, BOUNDARIES, drafter.vocab, n_steps, torch.float64)
-            losses = batch_loss(drafter, batch, Teacher(head, drafter.vocab, torch.float64), n_steps, decay, torch.float64)
+            batch = pack(list(samples.items()), BOUNDARIES, drafter.vocab, n_steps, torch.float64)
+            losses = batch_loss(drafter, batch, Teacher(head, drafter.vocab, torch.float64), LOSSES["kl"], step_weights(n_steps, decay))
             total, rest = losses.total, [losses.loss, losses.hits, losses.slots]
         total.backward()
         results.append((float(total.detach()), *rest, {name: p.grad for name, p in drafter.named_parameters() if p.requires_grad}))
     return results
 
 
-@pytest.mark.parametrize("n_steps", [1, 2, 3, 4])
+@pytest.mark.parametrize("n_steps", range(1, 8))
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 def test_loss_and_gradients_equal_the_reference(masks, n_steps, monkeypatch):
-    monkeypatch.setattr(eyas.train, "LOGIT_ROWS", 7)  # more than one chunk, the last one cut
-    monkeypatch.setattr(eyas.train, "PIECE_ROWS", 3)
+    monkeypatch.setattr(eyas.ttt, "LOGIT_ROWS", 7)  # more than one chunk, the last one cut
+    monkeypatch.setattr(eyas.ttt, "PIECE_ROWS", 3)
     (total, loss, hits, slots, grads), (total_r, loss_r, hits_r, slots_r, grads_r) = both_losses(masks, n_steps, decay=0.8)
     assert slots == slots_r and sum(slots) > 0 and hits == hits_r
     assert total == pytest.approx(total_r, abs=1e-9) and loss == pytest.approx(loss_r, abs=1e-9)
@@ -141,8 +151,8 @@ def test_order_and_packing_change_nothing():
     teacher = Teacher(head, drafter.vocab, torch.float64)
 
     def losses(ids):
-        batch = pack({id: samples[id] for id in ids}, BOUNDARIES, drafter.vocab, 3, torch.float64)
-        return batch_loss(drafter, batch, teacher, 3, 1.0, torch.float64)
+        batch = pack([(id, samples[id]) for id in ids], BOUNDARIES, drafter.vocab, 3, torch.float64)
+        return batch_loss(drafter, batch, teacher, LOSSES["kl"], step_weights(3, 1.0))
 
     whole, turned, single = losses("01234"), losses("40321"), [losses(id) for id in "01234"]
     assert whole.slots == turned.slots and whole.hits == turned.hits and whole.loss == pytest.approx(turned.loss, abs=1e-9)
@@ -155,7 +165,7 @@ def test_supervised_slots_by_hand():
     """Tokens 3 .. 6 are the answer. Step 0 is supervised at slots 2 .. 5: it takes tokens 3 .. 6, and no slot before."""
     drafter = make_drafter()
     sample = make_sample([0, 0, 0, 1, 1, 1, 1, 0])
-    batch = pack({"a": sample}, BOUNDARIES, drafter.vocab, 3, torch.float64)
+    batch = pack([("a", sample)], BOUNDARIES, drafter.vocab, 3, torch.float64)
     assert batch.active.tolist() == [2, 3, 4, 5] and batch.run.tolist() == [3, 3, 2, 1] and batch.spans == [(0, 6)]
     assert torch.equal(batch.tokens[batch.active], sample["input_ids"][3:7]) and torch.equal(batch.last, sample["states"][3][3:7])
     assert torch.equal(batch.labels, drafter.vocab.to_draft(sample["input_ids"][4:8]))
@@ -214,7 +224,7 @@ def test_learns_and_reports(data, store, target):
     config = config_for(epochs=30.0, train_dtype="float32")
     folder = train(config, store, target, on_step=seen.append)
     metrics = pd.read_parquet(folder / "metrics.parquet")
-    assert list(metrics.columns) == ["step", "epoch", "split", "draft_step", "loss", "accuracy", "slots", "tok", "seconds"]
+    assert list(metrics.columns) == ["step", "epoch", "split", "draft_step", "loss", "accuracy", "slots", "tok", "seconds", "acceptance_length"]
     training = metrics[metrics["split"] == "train"]
     by_epoch = training[training["draft_step"] == 0].groupby("epoch")["loss"].mean()
     assert by_epoch.iloc[-1] < by_epoch.iloc[0] - 0.5
@@ -236,7 +246,6 @@ import eyas.train
 from eyas.config import Config
 from eyas.store import Store
 from eyas.target import load_target
-eyas.train.CHECKPOINT_STEPS = 2
 def kill(done):
     if done["step"] == 6:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -247,8 +256,8 @@ eyas.train.train(config, Store.open(sys.argv[2]), load_target(sys.argv[3]), on_s
 
 def test_killed_and_started_again_gives_the_same_weights(data, store, target):
     whole = load_drafter(train(config_for(run_name="whole"), store, target), target)
-    config = config_for(run_name="killed")
-    values = {name: getattr(config, name) for name in ("run_name", "boundaries", "threads", "draft_vocab_size", "epochs", "batch_tok", "without_parity")}
+    config = config_for(run_name="killed", checkpoint_steps=2)
+    values = {name: getattr(config, name) for name in ("run_name", "boundaries", "threads", "draft_vocab_size", "epochs", "batch_tok", "without_parity", "checkpoint_steps")}
     environment = {**os.environ, "PYTHONPATH": str(Path(eyas.train.__file__).parents[1]), "EYAS_DATA": str(data)}
     process = subprocess.run([sys.executable, "-c", KILLED, repr(values), str(store.folder), str(target.folder)], env=environment, capture_output=True, text=True)
     assert process.returncode == -signal.SIGKILL, process.stderr
@@ -275,7 +284,7 @@ def test_checkpoint_of_something_else_is_refused(data, store, target, tmp_path):
             train(config_for(**{"epochs": 1.0, **change}), store, target)
     with pytest.raises(EyasError, match="another store"):
         train(config_for(epochs=1.0), Store.open(write_store(tmp_path / "other", target, n_samples=11)), target)
-    path = config_for().drafter_dir / "checkpoint.pt"
+    path = max((config_for().drafter_dir / "checkpoints").iterdir())
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(EyasError, match="can't be read"):
         train(config_for(epochs=1.0), store, target)

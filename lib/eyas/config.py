@@ -74,7 +74,21 @@ class Config:
     batch_tok: int = _doc(1024, "packed tokens of one optimiser step")
     learning_rate: float = _doc(2.0e-3, "peak of the cosine schedule")
     warmup_ratio: float = _doc(0.05, "share of the optimiser steps spent warming up")
-    train_dtype: str = _doc("bfloat16", "autocast dtype of training: bfloat16 or float32")
+    train_dtype: str = _doc("bfloat16", "dtype of the matrix products of training, weights stay in float32: bfloat16 or float32")
+    mix: str = _doc("", "other runs whose stores are trained on too, with weights: 'more:1.0,code:0.5'; only this run's held-out samples judge")
+    loss: str = _doc("kl", "kl, or of the acceptance itself: tv, lk_alpha, lk_lambda")
+    loss_mean: str = _doc("slots", "what a step's loss is divided by: its supervised 'slots', or the whole 'grid' with prompts")
+    mask_shift: int = _doc(1, "slot j learns where loss_mask[j + mask_shift]: 1; 0 is the common mistake, to be measured")
+    fc_norm: bool = _doc(False, "an RMSNorm for each boundary before fc (EAGLE-3.1)")
+    norm_output: bool = _doc(False, "feed back the drafter's output after its norm, not before it")
+    initial_weights: str = _doc("target", "start from the 'target': its last block, norm and head; or 'random'")
+    pass_tok: int = _doc(0, "packed tokens of one forward and backward pass, of each rank; 0: all of the step. Less needs less memory, the result stays")
+    parallel: str = _doc("ddp", "under torchrun: 'ddp' (a copy on each rank) or 'fsdp' (FSDP2, weights sharded)")
+    checkpoint_steps: int = _doc(100, "optimiser steps between checkpoints; there is one after every evaluation too")
+    keep_checkpoints: int = _doc(2, "last checkpoints kept; the best drafter is kept besides")
+    eval_steps: int = _doc(0, "optimiser steps between held-out evaluations; 0: after each pass over the data")
+    patience: int = _doc(0, "evaluations in a row without a longer held-out acceptance after which training stops, with the best drafter; 0: never")
+    spike_ratio: float = _doc(3.0, "training stops at a batch whose loss is this many times the median of the last 50; 0: never")
     # Acceptance
     decode_prompts: int = _doc(24, "held-out prompts decoded for real")
     decode_new_tok: int = _doc(64, "tokens decoded for each of them, at most")
@@ -95,12 +109,15 @@ class Config:
         need(len(self.boundaries) > 0 and min(self.boundaries) >= 0, "boundaries", "ids from 0 to N")
         need(list(self.boundaries) == sorted(set(self.boundaries)), "boundaries", "ascending ids, none twice")
         need(not set(self.compare_run) & set("/\\\0") and self.compare_run not in (self.run_name, ".", ".."), "compare_run", "another run's folder name, or nothing")
+        for name, values in (("loss_mean", ("slots", "grid")), ("initial_weights", ("target", "random")), ("parallel", ("ddp", "fsdp")), ("mask_shift", (0, 1)),
+                             ("loss", ("kl", "tv", "lk_alpha", "lk_lambda"))):
+            need(getattr(self, name) in values, name, " or ".join(map(repr, values)))
         for name in ("threads", "max_total_tok", "context_tok", "max_new_tok", "train_samples", "heldout_samples", "max_length", "concurrency",
-                     "shard_mib", "draft_vocab_size", "draft_steps", "batch_tok", "draft_length", "decode_prompts", "decode_new_tok", "tensor_parallel", "parity_samples"):
+                     "shard_mib", "draft_vocab_size", "draft_steps", "batch_tok", "draft_length", "decode_prompts", "decode_new_tok", "tensor_parallel", "parity_samples", "checkpoint_steps", "keep_checkpoints"):
             need(getattr(self, name) >= 1, name, "at least 1")
         for name in ("epochs", "learning_rate", "step_decay", "server_timeout_s", "spool_gib", "request_timeout_s"):
             need(getattr(self, name) > 0, name, "more than 0")
-        for name in ("plan_tok", "plan_samples", "plan_hidden_size", "plan_blocks", "plan_tok_per_s"):
+        for name in ("pass_tok", "eval_steps", "patience", "spike_ratio", "plan_tok", "plan_samples", "plan_hidden_size", "plan_blocks", "plan_tok_per_s"):
             need(getattr(self, name) >= 0, name, "at least 0")
         need(not self.server_url or all(url.strip().startswith(("http://", "https://")) for url in self.server_url.split(",")), "server_url", "http://HOST:PORT, or several with commas between")
         need(0 <= self.port <= 65535, "port", "0 (a free one) to 65535")
@@ -114,11 +131,15 @@ class Config:
 
     @property
     def store_dir(self) -> Path:
-        return self.run_dir / "store"
+        return self.store_dir_of(self.run_name)
+
+    @staticmethod
+    def store_dir_of(run_name: str) -> Path:
+        return data_dir() / "runs" / run_name / "store"
 
     @property
     def compare_store_dir(self) -> Path:
-        return data_dir() / "runs" / self.compare_run / "store"
+        return self.store_dir_of(self.compare_run)
 
     @property
     def drafter_dir(self) -> Path:

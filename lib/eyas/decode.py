@@ -154,7 +154,7 @@ def _draft(drafter: Drafter, cache: DraftCache, tokens: list[int], states: torch
     committed = cache.length
     drafts = [_draft_token(drafter, out)]
     while len(drafts) < n_drafts:
-        out = drafter.extend(torch.tensor(drafts[-1:], device=device), out, cache)  # [1, H]
+        out = drafter.extend(torch.tensor(drafts[-1:], device=device), drafter.feed_back(out), cache)  # [1, H]
         drafts.append(_draft_token(drafter, out))
     cache.truncate(committed)
     return drafts

@@ -2,12 +2,13 @@
 
 Slot j stands for position j of a text: it takes the target's hidden state j and token j+1, and predicts token j+2.
 
-    hidden [n, H] = fc([boundaries, ascending])                             fuse; for a drafted slot: the output of the slot before it
+    hidden [n, H] = fc([boundaries, ascending])                             fuse; for a drafted slot: the output of the slot before it (feed_back)
     x [n, 2H]     = [input_layernorm(embedding of token j+1), hidden_norm(hidden)]
     out [n, H]    = one Llama layer: hidden + attention(x), then + MLP      RoPE position j
     logits [n, D] = lm_head(norm(out))                                      over the draft vocabulary
 
-`out` before the norm is what is fed back as the hidden state of the next drafted slot. The embedding is the target's and stays frozen.
+`out` before the norm is what is fed back as the hidden state of the next drafted slot, after the norm with `norm_output`; with `fc_norm` each
+boundary has an RMSNorm of its own before fc (both as SGLang names them). The embedding is the target's and stays frozen.
 The names of the weights are SGLang's. Axes: n slots, B boundaries, H hidden size, V target vocabulary, D draft vocabulary.
 """
 
@@ -45,9 +46,11 @@ class DrafterConfig:
     rope_theta: float
     max_position_embeddings: int
     boundaries: tuple[int, ...]
+    fc_norm: bool = False
+    norm_output: bool = False
 
     @classmethod
-    def from_target(cls, target: Target, boundaries: tuple[int, ...], draft_vocab_size: int) -> "DrafterConfig":
+    def from_target(cls, target: Target, boundaries: tuple[int, ...], draft_vocab_size: int, fc_norm: bool = False, norm_output: bool = False) -> "DrafterConfig":
         """A layer of the target's own size. EyasError: boundaries outside 0..N; D larger than the vocabulary."""
         check_boundaries(boundaries, target.n_blocks)
         check_size(draft_vocab_size, target.vocab_size)
@@ -67,11 +70,13 @@ class DrafterConfig:
             rope_theta=float(text.get("rope_theta") or rope.get("rope_theta") or 10000.0),
             max_position_embeddings=target.context_tok,
             boundaries=tuple(boundaries),
+            fc_norm=fc_norm,
+            norm_output=norm_output,
         )
 
 
 class RMSNorm(nn.Module):
-    """As Llama's: computed in float32 (float64 for float64 input), given back in the dtype of the input, or of autocast where that is on."""
+    """As Llama's: computed in float32 (float64 for float64 input), given back in the dtype of the input."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -79,8 +84,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(dtype)
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -185,18 +189,26 @@ class Drafter(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_tokens.weight.requires_grad_(False)
         self.fc = nn.Linear(len(config.boundaries) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.fc_norm = nn.ModuleList([RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.boundaries]) if config.fc_norm else None
         self.layers = nn.ModuleList([Layer(config)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
         """The target's states, boundaries concatenated in ascending order [n, B*H] -> hidden [n, H]."""
+        if self.fc_norm is not None:
+            parts = states.split(self.config.target_hidden_size, dim=-1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
         return self.fc(states)
+
+    def feed_back(self, out: torch.Tensor) -> torch.Tensor:
+        """Raw output [n, H] of a slot -> the hidden state [n, H] of the slot drafted next."""
+        return self.norm(out) if self.config.norm_output else out
 
     def extend(self, token_ids: torch.Tensor, hidden: torch.Tensor, cache: DraftCache) -> torch.Tensor:
         """Run n more slots, which attend to all slots before them and to themselves; their keys and values join the cache.
 
-        token_ids: int64 [n], token j+1 of each slot j; hidden [n, H]: fused states, or the output of the slot before. Gives the raw output [n, H].
+        token_ids: int64 [n], token j+1 of each slot j; hidden [n, H]: fused states, or what the slot before fed back. Gives the raw output [n, H].
         """
         layer, start = self.layers[0], cache.length
         positions = torch.arange(start, start + len(token_ids), device=hidden.device)  # [n]
@@ -212,24 +224,28 @@ class Drafter(nn.Module):
         return self.lm_head(self.norm(out))
 
 
-def initial_drafter(config: DrafterConfig, vocab: DraftVocab, target: Target, seed: int) -> Drafter:
+def initial_drafter(config: DrafterConfig, vocab: DraftVocab, target: Target, seed: int, from_target: bool = True, last_rms: float = 1.0) -> Drafter:
     """A drafter to start training from, in float32: the target's last block, final norm and head where the shapes agree.
 
     The hidden half of q, k and v starts as the last block's (it reads hidden states already), the embedding half at zero; fc passes the
-    last boundary through; the head is the target's rows of the draft vocabulary. What the target has no such weight for (an MoE's MLP,
-    another attention) stays random, by `seed`.
+    last boundary through (times `last_rms`, the root mean square of its states, where a norm before fc has taken that away); the head is the
+    target's rows of the draft vocabulary. What the target has no such weight for (an MoE's MLP, another attention) stays random, by `seed`;
+    with `from_target` false everything does but the embedding.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         drafter = Drafter(config, vocab)
+    with torch.no_grad():
+        drafter.embed_tokens.weight.copy_(target.embedding())
+    if not from_target:
+        return drafter
     h, block, head = config.hidden_size, target.last_block(), target.head()
     layer = drafter.layers[0]
     with torch.no_grad():
-        drafter.embed_tokens.weight.copy_(target.embedding())
         drafter.norm.weight.copy_(head.norm_weight)
         drafter.lm_head.weight.copy_(head.lm_head[vocab.ids])
         drafter.fc.weight.zero_()
-        drafter.fc.weight[:, -h:].fill_diagonal_(1.0)
+        drafter.fc.weight[:, -h:].fill_diagonal_(last_rms if config.fc_norm else 1.0)
         for name, parameter in layer.named_parameters():
             source = block.get("input_layernorm.weight" if name == "hidden_norm.weight" else name)
             if name.startswith(("self_attn.q", "self_attn.k", "self_attn.v")) and source is not None and 2 * source.shape[1] == parameter.shape[1]:
@@ -240,14 +256,14 @@ def initial_drafter(config: DrafterConfig, vocab: DraftVocab, target: Target, se
     return drafter
 
 
-def save_drafter(drafter: Drafter, folder: Path, record: dict) -> Path:
+def save_drafter(drafter: Drafter, folder: Path, record: dict, name: str = FILE) -> Path:
     """Write the drafter as one file, whole or absent: the trained weights, the ids of its vocabulary, its shape and `record` (what it was made from).
 
     The frozen embedding is left out. `record["target"]`, with name and fingerprint, is what `load_drafter` compares. Gives the file's path.
     """
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items() if name != "embed_tokens.weight"}
     metadata = {"format": "pt", "drafter": json.dumps({"config": dataclasses.asdict(drafter.config), "record": record})}
-    return write_safetensors(Path(folder) / FILE, weights | {"vocab.ids": drafter.vocab.ids}, metadata)
+    return write_safetensors(Path(folder) / name, weights | {"vocab.ids": drafter.vocab.ids}, metadata)
 
 
 def read_record(folder: Path) -> dict:

@@ -45,7 +45,7 @@ LAYER_KEYS = (
     *(f"{LAYER}mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
     *(f"{LAYER}{name}.weight" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")),
 )
-KEYS = ("fc.weight", *LAYER_KEYS, "norm.weight", "lm_head.weight", "d2t", "t2d")
+KEYS = ("fc.weight", *LAYER_KEYS, "norm.weight", "lm_head.weight", "d2t", "t2d")  # and fc_norm.0.weight ... where a norm stands before fc
 OPTIONAL_KEYS = ("t2d", "embed_tokens.weight")  # SGLang ignores the one and puts the target's in the place of the other
 
 
@@ -129,8 +129,8 @@ def export_sglang(drafter: Drafter, target: Target, folder: Path, version: str =
         "draft_vocab_size": config.draft_vocab_size,
         "tie_word_embeddings": False,
         "num_aux_hidden_states": len(config.boundaries),
-        "fc_norm": False,
-        "norm_output": False,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": engine_ids(config.boundaries, architecture(target), target.n_blocks, version),
             "use_aux_hidden_state": True,
@@ -140,7 +140,7 @@ def export_sglang(drafter: Drafter, target: Target, folder: Path, version: str =
     }
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items() if name != "embed_tokens.weight"}
     weights |= {"d2t": drafter.vocab.d2t, "t2d": drafter.vocab.t2d}
-    _check_keys(weights)
+    _check_keys(weights, config.fc_norm * len(config.boundaries))
     write_safetensors(folder / "model.safetensors", weights, {"format": "pt"})
     write_json(folder / "config.json", record)
     return folder
@@ -161,7 +161,7 @@ def load_export(folder: Path, target: Target, version: str = ENGINE_VERSION) -> 
     if record.get("architectures") != ["LlamaForCausalLMEagle3"]:
         raise EyasError(f"architectures {record.get('architectures')} in {folder.name!r}", "['LlamaForCausalLMEagle3']")
     eagle = record.get("eagle_config") or {}
-    extra = [name for name in ("fc_norm", "use_aux_norm", "norm_output", "norm_before_fc", "bias", "attention_bias", "tie_word_embeddings")
+    extra = [name for name in ("norm_before_fc", "bias", "attention_bias", "tie_word_embeddings")
              if record.get(name) or eagle.get(name)]
     if extra or record.get("num_hidden_layers") != 1 or not eagle.get("use_aux_hidden_state", True):
         what = ", ".join(extra) or f"{record.get('num_hidden_layers')} layers or no captured boundaries"
@@ -174,8 +174,8 @@ def load_export(folder: Path, target: Target, version: str = ENGINE_VERSION) -> 
         if found != expected:
             raise EyasError(f"{folder.name!r} is a drafter for another target: {name} {found}", f"{expected}, as {target.name} has it")
     weights = {name.replace("midlayer.", LAYER): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
-    _check_keys(weights)
     config = _config_of(record, engine_boundaries(eagle.get("eagle_aux_hidden_state_layer_ids"), architecture(target), target.n_blocks, version))
+    _check_keys(weights, config.fc_norm * len(config.boundaries))
     vocab, order = _vocab_of(weights.pop("d2t"), weights.pop("t2d", None), config)
     weights["lm_head.weight"] = weights["lm_head.weight"][order]
     weights["embed_tokens.weight"] = target.embedding().float()
@@ -207,15 +207,18 @@ def _config_of(record: dict, boundaries: tuple[int, ...]) -> DrafterConfig:
         rope_theta=float(record.get("rope_theta") or rope.get("rope_theta") or 10000.0),
         max_position_embeddings=record["max_position_embeddings"],
         boundaries=boundaries,
+        fc_norm=bool(record.get("fc_norm") or record.get("use_aux_norm")),
+        norm_output=bool(record.get("norm_output")),
     )
 
 
-def _check_keys(weights: dict[str, torch.Tensor]) -> None:
+def _check_keys(weights: dict[str, torch.Tensor], n_fc_norms: int) -> None:
     """SGLang would drop the unknown ones and leave the missing ones at random values, silently."""
-    unknown, missing = sorted(set(weights) - {*KEYS, *OPTIONAL_KEYS}), sorted(set(KEYS) - {*weights, *OPTIONAL_KEYS})
+    keys = {*KEYS, *(f"fc_norm.{i}.weight" for i in range(n_fc_norms))}
+    unknown, missing = sorted(set(weights) - keys - {*OPTIONAL_KEYS}), sorted(keys - {*weights, *OPTIONAL_KEYS})
     if unknown or missing:
         found = " and ".join(text for text in (f"unknown weights: {', '.join(unknown)}" * bool(unknown), f"missing weights: {', '.join(missing)}" * bool(missing)) if text)
-        raise EyasError(found, "exactly " + ", ".join(KEYS))
+        raise EyasError(found, "exactly " + ", ".join(sorted(keys)))
 
 
 def _vocab_of(d2t: torch.Tensor, t2d: torch.Tensor | None, config: DrafterConfig) -> tuple[DraftVocab, torch.Tensor]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -120,3 +121,20 @@ def sha256_json(data: Any) -> str:
 
 def _canonical(data: Any) -> bytes:
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def git_state() -> dict[str, Any]:
+    """Commit and whether there are uncommitted changes outside reports/ (which every run writes); commit None without git."""
+    def git(*arguments):
+        return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", ".", ":(exclude)reports"))}
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": None, "dirty": None}
+
+
+def code_version() -> str:
+    """The commit, with + where there are uncommitted changes outside reports/; unknown without git."""
+    state = git_state()
+    return state["commit"][:12] + "+" * state["dirty"] if state["commit"] else "unknown"

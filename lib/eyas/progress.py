@@ -114,3 +114,34 @@ class Progress:
             print(f"\r{text}{padding}", end="", file=sys.stderr, flush=True)
         else:
             print(text, file=sys.stderr, flush=True)
+
+
+class LiveFigure:
+    """A figure that is drawn anew every few seconds while a cell runs: call it as often as you like, e.g. as `on_step` of `eyas.train.train`.
+
+    `draw(table)` makes the figure (a matplotlib Axes) of the parquet file at `path`, once that is there. Outside a notebook nothing is drawn. `close`
+    takes it away, so that a saved page has only the final ones.
+    """
+
+    def __init__(self, draw, path, every_s: float = 15.0):
+        self._draw, self._path, self._every_s, self._drawn_s = draw, path, every_s, time.monotonic()
+        self._handle, self._on = None, _in_notebook()
+
+    def __call__(self, *_) -> None:
+        if not self._on or time.monotonic() - self._drawn_s < self._every_s or not self._path.is_file():
+            return
+        import matplotlib.pyplot as plt
+        import pandas as pd
+        from IPython.display import display
+
+        figure = self._draw(pd.read_parquet(self._path)).figure
+        if self._handle is None:
+            self._handle = display(figure, display_id=True)
+        else:
+            self._handle.update(figure)
+        plt.close(figure)  # or the cell would show it once more at its end
+        self._drawn_s = time.monotonic()
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._handle.update({"text/plain": ""}, raw=True)

@@ -29,7 +29,7 @@ import psutil
 from eyas import __version__, pages
 from eyas.config import Config, read_profile
 from eyas.errors import EyasError
-from eyas.files import ROOT, data_dir, read_json, write_json, write_text
+from eyas.files import ROOT, data_dir, git_state, read_json, write_json, write_text
 from eyas.progress import duration_text
 
 NOTEBOOKS = ROOT / "notebooks"
@@ -128,17 +128,6 @@ def declared_parameters(path: Path) -> dict[str, Any]:
         except ValueError:
             raise wrong from None
     return values
-
-
-def git_state() -> dict[str, Any]:
-    """Commit and whether there are uncommitted changes outside reports/ (which every run writes); commit None without git."""
-    def git(*arguments):
-        return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", ".", ":(exclude)reports"))}
-    except (OSError, subprocess.CalledProcessError):
-        return {"commit": None, "dirty": None}
 
 
 def versions() -> dict[str, str]:

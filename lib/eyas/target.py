@@ -36,6 +36,9 @@ class Head:
     lm_head: torch.Tensor
     eps: float
 
+    def to(self, device: torch.device) -> "Head":
+        return dataclasses.replace(self, norm_weight=self.norm_weight.to(device), lm_head=self.lm_head.to(device))
+
     def normed(self, states: torch.Tensor) -> torch.Tensor:
         """[..., H] before the final norm -> [..., H] float32 after it."""
         states = states.float()

@@ -41,7 +41,7 @@ def walk(drafter: Drafter, store, ids: list[str], draft_length: int) -> pd.DataF
         proposed, accepted = jump(hits, draft_length)
         outside = drafter.vocab.to_draft(input_ids[start + 1 : end]) < 0
         row = {
-            "id": id, "category": store.row(id)["category"], "response_tok": end - start, "verify_steps": len(proposed),
+            "id": id, "category": store.category(id), "response_tok": end - start, "verify_steps": len(proposed),
             "drafted": int(proposed.sum()), "accepted": int(accepted.sum()),
             "draftable_tok": len(outside), "outside_vocab_tok": int(outside.sum()), "all_slots": len(hits), "all_hits": int(hits.sum()),
         }  # fmt: skip
@@ -72,6 +72,7 @@ def leading_hits(drafter: Drafter, input_ids: torch.Tensor, states: torch.Tensor
     hits, alive = torch.zeros_like(slots), torch.ones_like(slots, dtype=torch.bool)
     for step in range(draft_length):
         if step > 0:
+            out = drafter.feed_back(out)
             x = layer.inputs(layer.input_layernorm(drafter.embed_tokens(drafts)), out)  # [R, 2H]
             step_keys, step_values = attention.keys_values(x, slots + step)
             own_keys.append(step_keys)

@@ -1,0 +1,86 @@
+"""Several processes that train one drafter: DDP (a copy of the weights on each) or FSDP2 (weights, gradients and optimiser sharded).
+
+    python -m torch.distributed.run --standalone --nproc-per-node 2 -m eyas train --profile demo
+
+torchrun says by its environment who is who; without it there is one rank, and every function here is the identity. Gradients are summed.
+"""
+
+import contextlib
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))
+
+
+@contextlib.contextmanager
+def group(device: torch.device):
+    """The process group for as long as training lasts."""
+    if WORLD == 1:
+        yield
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def wrap(module: nn.Module, kind: str, device: torch.device) -> nn.Module:
+    """`kind` ddp or fsdp. What needs no gradient stays whole on every rank."""
+    if WORLD == 1:
+        return module
+    if kind == "fsdp":
+        frozen = {p for p in module.parameters() if not p.requires_grad}
+        return fully_shard(module, mesh=dist.init_device_mesh(device.type, (WORLD,)), ignored_params=frozen)
+    return DistributedDataParallel(module, device_ids=[device] if device.type == "cuda" else None)
+
+
+@contextlib.contextmanager
+def gradients(module: nn.Module, summed: bool):
+    """Whether a backward pass in here ends with gradients summed over the ranks: only the last pass of an optimiser step has to."""
+    if isinstance(module, DistributedDataParallel):
+        with contextlib.nullcontext() if summed else module.no_sync():
+            yield
+    elif hasattr(module, "set_requires_gradient_sync"):
+        module.set_requires_gradient_sync(summed)
+        yield
+    else:
+        yield
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of which each rank may hold a part; every rank has to ask."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def placed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A whole tensor, laid out over the ranks as `like`."""
+    tensor = tensor.to(like.device)
+    return distribute_tensor(tensor, like.device_mesh, like.placements) if isinstance(like, DTensor) else tensor
+
+
+def total(values: list[float]) -> list[float]:
+    """Their sums over all ranks."""
+    if WORLD == 1:
+        return values
+    tensor = torch.tensor(values, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(tensor)
+    return tensor.tolist()
+
+
+def agree(value):
+    """What rank 0 says, on all ranks."""
+    if WORLD == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
