@@ -35,12 +35,37 @@ def ratio_interval(numerator, denominator, seed: int) -> Interval:
     value = float(top.sum() / bottom.sum())
     if len(top) < 2:
         return Interval(value, None, None)
-    generator = np.random.default_rng(seed)
-    weights = generator.multinomial(len(top), np.full(len(top), 1 / len(top)), size=RESAMPLES)  # times that each prompt was drawn, [draws, prompts]
+    weights = _draws(len(top), seed)  # [draws, prompts]
     tops, bottoms = weights @ top, weights @ bottom  # [draws]
-    ratios = tops[bottoms > 0] / bottoms[bottoms > 0]
-    low, high = np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(value, float(low), float(high))
+    return Interval(value, *_quantiles(tops[bottoms > 0] / bottoms[bottoms > 0]))
+
+
+def difference_interval(first, second, seed: int) -> Interval:
+    """Ratio of the first minus ratio of the second, each a pair (numerator, denominator) as `ratio_interval` takes them, of the same prompts in the same order.
+
+    The prompts are drawn together for both, so what makes a prompt easy or hard for both cancels out.
+    """
+    (top_a, bottom_a), (top_b, bottom_b) = ([np.asarray(column, dtype=np.float64) for column in pair] for pair in (first, second))  # [prompts]
+    if bottom_a.sum() == 0 or bottom_b.sum() == 0:
+        return Interval(None, None, None)
+    value = float(top_a.sum() / bottom_a.sum() - top_b.sum() / bottom_b.sum())
+    if len(top_a) < 2:
+        return Interval(value, None, None)
+    weights = _draws(len(top_a), seed)  # [draws, prompts]
+    both = (weights @ bottom_a > 0) & (weights @ bottom_b > 0)
+    weights = weights[both]
+    low, high = _quantiles((weights @ top_a) / (weights @ bottom_a) - (weights @ top_b) / (weights @ bottom_b))
+    return Interval(value, low, high)
+
+
+def _draws(n: int, seed: int) -> np.ndarray:
+    """How often each of n prompts was drawn, [RESAMPLES, n]."""
+    return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
+
+
+def _quantiles(values: np.ndarray) -> tuple[float, float]:
+    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
 
 
 def interval_text(record: dict) -> str:
