@@ -1,5 +1,6 @@
 """The drafter: step by step as in training, saved and loaded, and the start from the target's weights."""
 
+import dataclasses
 import json
 
 import pytest
@@ -20,10 +21,10 @@ SHAPE = DrafterConfig(
 )
 
 
-def make_drafter(seed: int = 0) -> Drafter:
+def make_drafter(seed: int = 0, **switches) -> Drafter:
     """Random in every weight, norms too, in float64."""
     torch.manual_seed(seed)
-    drafter = Drafter(SHAPE, DraftVocab(torch.randperm(V)[:D].sort().values, V)).double()
+    drafter = Drafter(dataclasses.replace(SHAPE, **switches), DraftVocab(torch.randperm(V)[:D].sort().values, V)).double()
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.normal_(std=0.5)
@@ -36,9 +37,10 @@ def make_sample(mask: list[int], seed: int = 0, n_blocks: int = 3) -> dict:
     return {"input_ids": torch.randint(0, V, (len(mask),), generator=g), "loss_mask": torch.tensor(mask).bool(), "states": states}
 
 
-def test_extend_with_a_cache_equals_training_at_the_same_slots():
+@pytest.mark.parametrize("switches", [{}, {"fc_norm": True, "norm_output": True}], ids=["plain", "norms"])
+def test_extend_with_a_cache_equals_training_at_the_same_slots(switches):
     """What serving computes, slot by slot with keys and values kept and rolled back, is what training unrolls."""
-    drafter, n_steps = make_drafter(), 4
+    drafter, n_steps = make_drafter(**switches), 4
     sample = make_sample([0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 1, 0])
     batch = pack([("other", make_sample([0, 1, 1, 1, 0], seed=1)), ("this", sample)], BOUNDARIES, drafter.vocab, n_steps, torch.float64)
     start = batch.spans[1][0]
@@ -56,7 +58,7 @@ def test_extend_with_a_cache_equals_training_at_the_same_slots():
         out = drafter.extend(ids[1 : slot + 2], hidden[: slot + 1], again)[-1:]
         for s in range(1, n_steps):
             if slot in trained[s]:
-                out = drafter.extend(ids[slot + 1 + s, None], out, again)
+                out = drafter.extend(ids[slot + 1 + s, None], drafter.feed_back(out), again)
                 torch.testing.assert_close(out[0], trained[s][slot], rtol=0, atol=1e-12)
 
 
@@ -107,6 +109,23 @@ def test_starts_from_the_targets_own_weights(saved, target):
     assert torch.equal(layer.self_attn.k_proj.weight[:, h:], block["self_attn.k_proj.weight"].float())
     states = torch.randn(3, 2 * h)
     assert torch.equal(drafter.fuse(states), states[:, h:])  # the last boundary passes through
+
+
+def test_starts_at_random_where_that_is_asked_for(saved, target):
+    drafter = initial_drafter(saved[0].config, saved[0].vocab, target, seed=0, from_target=False)
+    again, other = (initial_drafter(saved[0].config, saved[0].vocab, target, seed=seed, from_target=False) for seed in (0, 1))
+    assert torch.equal(drafter.embed_tokens.weight, saved[0].embed_tokens.weight)  # what SGLang gives it when it serves
+    assert torch.equal(drafter.fc.weight, again.fc.weight) and not torch.equal(drafter.fc.weight, other.fc.weight)
+    for name in ("fc.weight", "lm_head.weight", "layers.0.mlp.up_proj.weight"):
+        assert not torch.equal(drafter.state_dict()[name], saved[0].state_dict()[name]), name
+
+
+def test_a_norm_before_fc_gives_back_the_size_that_it_took(target):
+    config = DrafterConfig.from_target(target, (2, 3), 100, fc_norm=True)
+    drafter = initial_drafter(config, DraftVocab(torch.arange(0, 500, 5), target.vocab_size), target, seed=0, last_rms=7.0)
+    states = torch.randn(3, 2 * target.hidden_size) * 7
+    last = states[:, target.hidden_size :]
+    torch.testing.assert_close(drafter.fuse(states), 7.0 * last / last.square().mean(-1, keepdim=True).sqrt(), rtol=1e-4, atol=1e-4)
 
 
 def test_config_from_target(target):

@@ -1,16 +1,18 @@
 """Training against a slow and obvious float64 reference, and what a run promises: repeatable, resumable, refusing what does not fit."""
 
+import dataclasses
+import json
 import math
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
+from safetensors import safe_open
 from test_drafter import BOUNDARIES, H, SHAPE, V, make_drafter, make_sample
 import stores
 from tiny import make_tiny_target
@@ -24,8 +26,10 @@ from eyas.store import Rows, Store
 from eyas.target import load_target
 from eyas.losses import LOSSES
 from eyas.target import Head
-from eyas.train import plan, schedule, train
+from eyas.train import Training, plan, schedule, train
+from eyas.files import code_version
 from eyas.ttt import Teacher, batch_loss, pack, step_weights
+from eyas.walk import walk
 
 # ---- the loss and its gradient: one slot, one step, one key at a time, full attention, from the definition
 
@@ -50,25 +54,43 @@ def heads(x, weight, position=None):
     return list(parts) if position is None else [rotate(part, position) for part in parts]
 
 
-def reference_loss(weights, samples, head, vocab_ids, n_steps, decay):
+def row_loss(name, log_q, p_draft, p_whole):
+    """One row, from the definitions: `p_draft` sums to 1 over the draft vocabulary, `p_whole` over the target's whole one."""
+    q = log_q.exp()
+    alpha = torch.minimum(p_whole, q).sum()
+    kl = sum(p * (p.log() - log) for p, log in zip(p_draft, log_q))
+    lam = (-3.0 * alpha.detach()).exp()
+    return {"kl": -(p_draft * log_q).sum(), "tv": 1 - alpha, "lk_alpha": -alpha.log(), "lk_lambda": lam * kl + (1 - lam) * (1 - alpha)}[name]
+
+
+def reference_loss(drafter, samples, head, n_steps, decay, loss_name="kl", mask_shift=1, grid=False):
     """(total, loss sums, hits, slots by draft step) of the samples, packed or not being no notion here."""
+    weights, shape, vocab_ids = dict(drafter.named_parameters()), drafter.config, drafter.vocab.ids.tolist()
     layer = {name.removeprefix("layers.0."): w for name, w in weights.items()}
-    sums, hits, slots = [torch.zeros((), dtype=torch.float64) for _ in range(n_steps)], [0] * n_steps, [0] * n_steps
+    sums, hits, slots, rows = [torch.zeros((), dtype=torch.float64) for _ in range(n_steps)], [0] * n_steps, [0] * n_steps, 0
     for sample in samples:
         ids, mask, states = sample["input_ids"].tolist(), sample["loss_mask"].tolist(), sample["states"]
 
         def mixed(token, hidden):
             return torch.cat([norm(weights["embed_tokens.weight"][token], layer["input_layernorm.weight"]), norm(hidden, layer["hidden_norm.weight"])])
 
-        fused = [weights["fc.weight"] @ torch.cat([states[b][j] for b in sorted(BOUNDARIES)]) for j in range(len(ids))]
-        x0 = [mixed(ids[j + 1], fused[j]) for j in range(len(ids) - 1)]
+        def fused(j):
+            parts = [states[b][j] for b in sorted(BOUNDARIES)]
+            if shape.fc_norm:
+                parts = [norm(part, weights[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)]
+            return weights["fc.weight"] @ torch.cat(parts)
+
+        hidden0 = [fused(j) for j in range(len(ids))]
+        x0 = [mixed(ids[j + 1], hidden0[j]) for j in range(len(ids) - 1)]
         keys0 = [heads(x, layer["self_attn.k_proj.weight"], j) for j, x in enumerate(x0)]
         values0 = [heads(x, layer["self_attn.v_proj.weight"]) for x in x0]
+        seen = 0  # slots up to the last one that any step of any slot reads
         for j in range(len(ids) - 1):
-            hidden, keys, values = fused[j], keys0[: j + 1], values0[: j + 1]  # grows by the slot's own keys of the later steps
+            hidden, keys, values = hidden0[j], keys0[: j + 1], values0[: j + 1]  # grows by the slot's own keys of the later steps
             for s in range(n_steps):
-                if not (j + 1 + s < len(ids) and all(mask[j + 1 : j + 2 + s])):
+                if not (j + 1 + s < len(ids) and all(mask[j + mask_shift : j + mask_shift + s + 1])):
                     break
+                seen = max(seen, j + s + 1)
                 x = mixed(ids[j + 1 + s], hidden)
                 if s:
                     keys, values = [*keys, heads(x, layer["self_attn.k_proj.weight"], j + s)], [*values, heads(x, layer["self_attn.v_proj.weight"])]
@@ -77,20 +99,22 @@ def reference_loss(weights, samples, head, vocab_ids, n_steps, decay):
                     group = h // (SHAPE.n_heads // SHAPE.n_kv_heads)
                     p = torch.stack([q @ k[group] / math.sqrt(SHAPE.head_dim) for k in keys]).softmax(0)
                     attended.append(sum(w * v[group] for w, v in zip(p, values)))
-                hidden = hidden + layer["self_attn.o_proj.weight"] @ torch.cat(attended)
-                normed = norm(hidden, layer["post_attention_layernorm.weight"])
+                out = hidden + layer["self_attn.o_proj.weight"] @ torch.cat(attended)
+                normed = norm(out, layer["post_attention_layernorm.weight"])
                 gate = layer["mlp.gate_proj.weight"] @ normed
-                hidden = hidden + layer["mlp.down_proj.weight"] @ (gate / (1 + (-gate).exp()) * (layer["mlp.up_proj.weight"] @ normed))
+                out = out + layer["mlp.down_proj.weight"] @ (gate / (1 + (-gate).exp()) * (layer["mlp.up_proj.weight"] @ normed))
+                hidden = norm(out, weights["norm.weight"]) if shape.norm_output else out
                 following = ids[j + 2 + s] if j + 2 + s < len(ids) else None
                 if following not in vocab_ids:
                     continue
-                log_q = (weights["lm_head.weight"] @ norm(hidden, weights["norm.weight"])).log_softmax(0)
-                p = (head.lm_head[vocab_ids] @ head.normed(states[max(states)][j + 1 + s])).softmax(0)
-                sums[s] = sums[s] - (p * log_q).sum()
+                log_q = (weights["lm_head.weight"] @ norm(out, weights["norm.weight"])).log_softmax(0)
+                logits = head.lm_head @ head.normed(states[max(states)][j + 1 + s])
+                sums[s] = sums[s] + row_loss(loss_name, log_q, logits[vocab_ids].softmax(0), logits.softmax(0)[vocab_ids])
                 hits[s] += vocab_ids[int(log_q.argmax())] == following
                 slots[s] += 1
+        rows += seen
     step_weights = [decay**s for s in range(n_steps)]
-    total = sum(w / sum(step_weights) * loss / max(n, 1) for w, loss, n in zip(step_weights, sums, slots))
+    total = sum(w / sum(step_weights) * loss / max(rows if grid else n, 1) for w, loss, n in zip(step_weights, sums, slots))
     return total, [float(loss.detach()) for loss in sums], hits, slots
 
 
@@ -116,21 +140,30 @@ MASKS = {
 }
 
 
-def both_losses(masks, n_steps, decay):
+def both_losses(masks, n_steps, decay, loss="kl", mask_shift=1, grid=False, **switches):
     """(packed implementation, reference), each with the gradients of its own drafter's weights."""
     head, results = make_head(), []
     samples = {str(i): make_sample(mask, seed=i) for i, mask in enumerate(masks)}
     for reference in (False, True):
-        drafter = make_drafter()
+        drafter = make_drafter(**switches)
         if reference:
-            total, *rest = reference_loss(dict(drafter.named_parameters()), samples.values(), head, drafter.vocab.ids.tolist(), n_steps, decay)
+            total, *rest = reference_loss(drafter, samples.values(), head, n_steps, decay, loss, mask_shift, grid)
         else:
-            batch = pack(list(samples.items()), BOUNDARIES, drafter.vocab, n_steps, torch.float64)
-            losses = batch_loss(drafter, batch, Teacher(head, drafter.vocab, torch.float64), LOSSES["kl"], step_weights(n_steps, decay))
+            batch = pack(list(samples.items()), BOUNDARIES, drafter.vocab, n_steps, torch.float64, mask_shift)
+            teacher, counts = Teacher(head, drafter.vocab, torch.float64, LOSSES[loss].whole_vocab), [len(batch.tokens)] * n_steps if grid else None
+            losses = batch_loss(drafter, batch, teacher, LOSSES[loss], step_weights(n_steps, decay), counts)
             total, rest = losses.total, [losses.loss, losses.hits, losses.slots]
         total.backward()
         results.append((float(total.detach()), *rest, {name: p.grad for name, p in drafter.named_parameters() if p.requires_grad}))
     return results
+
+
+def assert_equal_losses(ours, reference):
+    (total, loss, hits, slots, grads), (total_r, loss_r, hits_r, slots_r, grads_r) = ours, reference
+    assert slots == slots_r and sum(slots) > 0 and hits == hits_r
+    assert total == pytest.approx(total_r, abs=1e-9) and loss == pytest.approx(loss_r, abs=1e-9)
+    for name, grad in grads_r.items():
+        torch.testing.assert_close(grads[name], torch.zeros_like(grads[name]) if grad is None else grad, rtol=0, atol=1e-9, msg=name)
 
 
 @pytest.mark.parametrize("n_steps", range(1, 8))
@@ -138,11 +171,26 @@ def both_losses(masks, n_steps, decay):
 def test_loss_and_gradients_equal_the_reference(masks, n_steps, monkeypatch):
     monkeypatch.setattr(eyas.ttt, "LOGIT_ROWS", 7)  # more than one chunk, the last one cut
     monkeypatch.setattr(eyas.ttt, "PIECE_ROWS", 3)
-    (total, loss, hits, slots, grads), (total_r, loss_r, hits_r, slots_r, grads_r) = both_losses(masks, n_steps, decay=0.8)
-    assert slots == slots_r and sum(slots) > 0 and hits == hits_r
-    assert total == pytest.approx(total_r, abs=1e-9) and loss == pytest.approx(loss_r, abs=1e-9)
-    for name, grad in grads_r.items():
-        torch.testing.assert_close(grads[name], torch.zeros_like(grads[name]) if grad is None else grad, rtol=0, atol=1e-9, msg=name)
+    assert_equal_losses(*both_losses(masks, n_steps, decay=0.8))
+
+
+@pytest.mark.parametrize("masks", [MASKS["turns"], MASKS["packed"]], ids=["turns", "packed"])
+@pytest.mark.parametrize("change", [
+    {"mask_shift": 0}, {"grid": True}, {"fc_norm": True}, {"norm_output": True}, {"loss": "tv"}, {"loss": "lk_alpha"}, {"loss": "lk_lambda"},
+    {"mask_shift": 0, "grid": True, "fc_norm": True, "norm_output": True, "loss": "lk_lambda"},
+], ids=str)  # fmt: skip
+def test_every_variant_equals_the_reference(masks, change):
+    assert_equal_losses(*both_losses(masks, 3, 0.8, **change))
+
+
+def test_attention_without_the_fused_kernel_is_the_same(monkeypatch):
+    """What runs where the CPU's kernel is not: the plain formulas, with the same joint log-sum-exp."""
+    fused = both_losses(MASKS["packed"], 4, 0.8)[0]
+    monkeypatch.setattr(eyas.ttt, "FUSED_ON", ())
+    plain = both_losses(MASKS["packed"], 4, 0.8)[0]
+    assert plain[1] == pytest.approx(fused[1], abs=1e-9)
+    for name, grad in fused[-1].items():
+        torch.testing.assert_close(plain[-1][name], grad, rtol=0, atol=1e-9, msg=name)
 
 
 def test_order_and_packing_change_nothing():
@@ -194,19 +242,22 @@ def target(tmp_path_factory):
     return load_target(str(make_tiny_target(tmp_path_factory.mktemp("targets") / "tiny", n_blocks=N_BLOCKS)))
 
 
-def write_store(folder: Path, target, boundaries=(2, 3, N_BLOCKS), n_samples: int = 12, bad: str = "") -> Path:
+def write_store(folder: Path, target, boundaries=(2, 3, N_BLOCKS), n_samples: int = 12, bad: str = "", empty: str = "", seed: int = 0, prefix: str = "s",
+                topics: dict[str, str] | None = None, dtype: str = "bfloat16") -> Path:
     manifest = {
         "target": {"name": target.name, "fingerprint": target.fingerprint, "rms_norm_eps": target.rms_norm_eps}, "boundaries": list(boundaries),
-        "dtype": "bfloat16", "hidden_size": target.hidden_size, "prompts": {"hash": None},
+        "dtype": dtype, "hidden_size": target.hidden_size, "prompts": {"hash": None},
     }
-    samples, g = [], torch.Generator().manual_seed(0)
+    samples, g = [], torch.Generator().manual_seed(seed)
     for i in range(n_samples):
         length = int(torch.randint(12, 30, (1,), generator=g))
         mask = torch.arange(length) >= length // 2
         states = {b: torch.randn(length, target.hidden_size, generator=g).bfloat16() for b in boundaries}
-        if f"s{i}" == bad:
+        if f"{prefix}{i}" == bad:
             states[boundaries[0]][length // 2, 0] = math.nan
-        samples.append(Rows(f"s{i}", "heldout" if i % 6 == 5 else "train", "chat", torch.randint(0, 60, (length,), generator=g), mask, states))
+        id = f"{prefix}{i}"
+        ids = torch.randint(0, 60, (length,), generator=g)
+        samples.append(Rows(id, "heldout" if i % 6 == 5 else "train", "chat", ids, mask & (id != empty), states, topic=(topics or {}).get(id, "")))
     return stores.write_store(folder, manifest, target.head(), samples).folder
 
 
@@ -217,6 +268,61 @@ def store(tmp_path, target):
 
 def config_for(**values) -> Config:
     return Config.create(**{"run_name": "tiny", "boundaries": (2, 3), "threads": 1, "draft_vocab_size": 40, "epochs": 3.0, "batch_tok": 64, "max_length": 512, "without_parity": True, **values})
+
+
+def test_passes_change_nothing(data, store, target):
+    """A step cut into passes is the step: same order of samples, same slots, and weights that differ by rounding alone."""
+    drafters, tables = [], []
+    for name, pass_tok in (("whole", 0), ("passes", 24)):
+        folder = train(config_for(run_name=name, pass_tok=pass_tok, train_dtype="float32", batch_tok=128), store, target)
+        drafters.append(load_drafter(folder, target).state_dict())
+        tables.append(pd.read_parquet(folder / "metrics.parquet"))
+    assert tables[0]["slots"].equals(tables[1]["slots"]) and tables[0]["tok"].equals(tables[1]["tok"])
+    for name, tensor in drafters[0].items():
+        torch.testing.assert_close(drafters[1][name], tensor.float(), rtol=1e-3, atol=2e-5, msg=name)
+
+
+RANKS = """
+import sys
+import torch
+from eyas.config import Config
+from eyas.store import Store
+from eyas.target import load_target
+from eyas.train import train
+train(Config.create(**eval(sys.argv[1])), Store.open(sys.argv[2]), load_target(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_ranks_give_the_result_of_one(data, store, target, tmp_path, parallel):
+    """With gloo on this machine, under torchrun; some steps have a single sample, so one rank has nothing of its own. A checkpoint of two ranks goes on with one."""
+    values = {name: getattr(config_for(), name) for name in ("boundaries", "threads", "draft_vocab_size", "batch_tok", "without_parity")} | {"train_dtype": "float32", "parallel": parallel}
+    single = load_drafter(train(Config.create(**values, run_name="single", epochs=3.0), store, target), target).state_dict()
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    environment = {**os.environ, "PYTHONPATH": str(Path(eyas.train.__file__).parents[1]), "EYAS_DATA": str(data), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run([*command, repr(values | {"run_name": "two", "epochs": 3.0}), str(store.folder), str(target.folder)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    folder = data / "runs" / "two" / "drafter"
+    two = load_drafter(folder, target).state_dict()
+    for name, tensor in single.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=2e-5, msg=name)
+    metrics, alone = (pd.read_parquet(data / "runs" / name / "drafter" / "metrics.parquet") for name in ("two", "single"))
+    assert metrics["slots"].equals(alone["slots"]) and metrics["tok"].equals(alone["tok"])
+    assert metrics["loss"].tolist() == pytest.approx(alone["loss"].tolist(), rel=1e-3) and 1 in {len(ids) for _, ids in plan(lengths_of(store), 3.0, 64, 0)}
+    for kept in sorted((folder / "checkpoints").iterdir())[1:]:
+        kept.unlink()
+    steps = []
+    train(Config.create(**values, run_name="two", epochs=3.0), store, target, on_step=lambda done: steps.append(done["step"]))
+    assert steps and steps[0] > 1
+    for name, tensor in load_drafter(folder, target).state_dict().items():
+        torch.testing.assert_close(tensor, single[name], rtol=1e-3, atol=2e-5, msg=name)
+
+
+def lengths_of(store) -> dict[str, int]:
+    rows = store.index[store.index["split"] == "train"]
+    return dict(zip(rows["id"], rows["length"].astype(int)))
 
 
 def test_learns_and_reports(data, store, target):
@@ -307,3 +413,114 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_sample(data, target, tmp_
     with pytest.raises(EyasError, match=r"optimiser step \d+ is not finite; samples s3;"):
         train(config_for(), store, target)
     assert not (config_for().drafter_dir / "drafter.safetensors").exists()
+
+
+def test_a_loss_that_jumps_stops_and_names_the_sample(data, store, target):
+    """At step 30 the head is thirty times as sure of itself, and mostly wrong."""
+    training = Training(config_for(epochs=30.0), store, target)
+    for _ in range(29):
+        training.optimise()
+    with torch.no_grad():
+        training.drafter.lm_head.weight.mul_(30)
+        alone = {id: float(batch_loss(training.drafter, training.read([id]), training.teacher, training.loss, training.weights).total) for id in training.steps[29][1]}
+    weights = {name: p.detach().clone() for name, p in training.trained.items()}
+    worst = max(alone, key=alone.get)
+    with pytest.raises(EyasError, match=rf"step 30 jumped to [\d.]+, the median of the last 29 is 3.\d+; the most, {alone[worst]:.2f}, has sample {worst}; expected at most 3 times the median"):
+        training.optimise()
+    assert all(torch.equal(weights[name], p) for name, p in training.trained.items())  # nothing of it was learned
+    training.close()
+    calm = Training(config_for(epochs=30.0, spike_ratio=0.0), store, target)
+    for _ in range(29):
+        calm.optimise()
+    with torch.no_grad():
+        calm.drafter.lm_head.weight.mul_(30)
+    assert calm.optimise()["step"] == 30
+    calm.close()
+
+
+def test_an_empty_mask_stops_and_names_the_sample(data, target, tmp_path):
+    folder = write_store(tmp_path / "empty", target, empty="s2")
+    with pytest.raises(EyasError, match="the loss mask of 1 samples is zero everywhere: s2"):
+        train(config_for(), Store.open(folder), target)
+
+
+def test_a_step_without_a_supervised_slot_stops_and_names_its_samples(data, target, tmp_path):
+    """The answers' tokens after the first are in no draft vocabulary of one token."""
+    with pytest.raises(EyasError, match=r"optimiser step \d+ has no supervised slot: samples s\d+"):
+        train(config_for(draft_vocab_size=1, batch_tok=1, epochs=5.0), Store.open(write_store(tmp_path / "some", target)), target)
+
+
+def test_memory_that_runs_out_says_what_to_lower(data, store, target, monkeypatch):
+    def full(*_):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 123 bytes.")
+
+    monkeypatch.setattr(eyas.train, "batch_loss", full)
+    with pytest.raises(EyasError, match=r"memory ran out in optimiser step 1: \d+ packed tokens in one pass, draft vocabulary 40, 3 draft steps; .*-p pass_tok 64"):
+        train(config_for(), store, target)
+
+
+def test_last_checkpoints_and_the_best_drafter_are_kept_with_their_record(data, store, target):
+    config = config_for(epochs=4.0, checkpoint_steps=2, keep_checkpoints=3)
+    folder = train(config, store, target)
+    kept = sorted((folder / "checkpoints").iterdir())
+    assert len(kept) == 3 and kept[-1].name == f"step-{len(plan(lengths_of(store), 4.0, 64, 0)):07d}.pt"
+    metrics = pd.read_parquet(folder / "metrics.parquet")
+    judged = metrics.dropna(subset="acceptance_length").drop_duplicates("step").set_index("step")["acceptance_length"]
+    best = drafter_record(folder / "best.safetensors")
+    assert len(judged) == 4 and best["heldout_acceptance_length"] == judged.max() and best["steps"] == judged.idxmax()
+    for record in (best, drafter_record(folder / "drafter.safetensors"), torch.load(kept[0], weights_only=True)["record"]):
+        assert record["store"] == store.identity and record["settings"]["learning_rate"] == config.learning_rate and record["code"] == code_version()
+    walked = walk(load_drafter(folder, target), store, store.samples("heldout"), config.draft_steps)
+    assert judged.iloc[-1] == pytest.approx(walked["accepted"].sum() / walked["verify_steps"].sum() + 1)  # by the walk itself, on the saved drafter
+
+
+def drafter_record(path: Path) -> dict:
+    with safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()["drafter"])["record"]
+
+
+def test_stops_early_when_held_out_acceptance_does_not_grow(data, store, target):
+    """A learning rate of nearly nothing: no evaluation is better than the first, and the drafter is that of then."""
+    config = config_for(epochs=20.0, learning_rate=1e-12, patience=2)
+    folder = train(config, store, target)
+    metrics = pd.read_parquet(folder / "metrics.parquet")
+    judged = metrics.dropna(subset="acceptance_length")["step"].unique()
+    assert len(judged) == 3 and metrics["step"].max() == judged[-1] < len(plan(lengths_of(store), 20.0, 64, 0))
+    assert drafter_record(folder / "drafter.safetensors")["steps"] == judged[0]
+    train(config, store, target, on_step=lambda done: pytest.fail("a run that stopped early has nothing left to do"))
+
+
+def test_metrics_as_event_files(data, store, target):
+    from tensorboardX.proto.event_pb2 import Event
+
+    folder = train(config_for(epochs=1.0), store, target)
+    (events,) = (folder / "tensorboard").iterdir()
+    seen, raw = {}, events.read_bytes()
+    while raw:  # length, its checksum, the message, its checksum
+        size = int.from_bytes(raw[:8], "little")
+        event = Event.FromString(raw[12 : 12 + size])
+        seen |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+        raw = raw[16 + size :]
+    metrics = pd.read_parquet(folder / "metrics.parquet")
+    for row in metrics.itertuples():
+        assert seen[f"{row.split}/loss/draft_step_{row.draft_step}", row.step] == pytest.approx(row.loss, rel=1e-6)
+
+
+def test_a_mix_of_stores_trains_on_both_and_holds_out_by_topic(data, target, capsys):
+    """The other store's samples count twice; those of a topic that is held out here are not trained on."""
+    own = Store.open(write_store(data / "runs" / "tiny" / "store", target, topics={"s5": "bees", "s11": "tides"}))
+    write_store(data / "runs" / "more" / "store", target, n_samples=5, seed=7, prefix="m", topics={"m1": "bees"})
+    config = config_for(epochs=1.0, mix="more:2")
+    folder = train(config, own, target)
+    assert "not trained on: 1 samples with the topic of a held-out one" in capsys.readouterr().out
+    other = Store.open(data / "runs" / "more" / "store").index.set_index("id")
+    expected = own.index.loc[own.index["split"] == "train", "loss_tok"].sum() + 2 * other.loc[["m0", "m2", "m3", "m4"], "loss_tok"].sum()
+    metrics = pd.read_parquet(folder / "metrics.parquet")
+    assert metrics[metrics["split"] == "train"].drop_duplicates("step")["tok"].sum() == expected
+    with pytest.raises(EyasError, match="another store"):
+        train(config_for(epochs=1.0, mix="more:1"), own, target)
+
+
+def test_fp8_stores_train(data, target, tmp_path):
+    folder = train(config_for(epochs=2.0), Store.open(write_store(tmp_path / "fp8", target, dtype="float8_e4m3fn")), target)
+    assert pd.read_parquet(folder / "metrics.parquet")["loss"].notna().all()

@@ -55,7 +55,7 @@ def _prompts_build(args) -> int:
     from eyas.files import ROOT
     from eyas.prompts import build_file
 
-    print(build_file(args.path or ROOT / "data_manifests" / "eyas_chat.jsonl", args.seed))
+    print(build_file(args.path or ROOT / "data_manifests" / "eyas_chat.jsonl", args.seed, args.more))
     return 0
 
 
@@ -281,6 +281,7 @@ def build_parser() -> argparse.ArgumentParser:
     build = prompts.add_parser("build", help="write our own prompt set, user turns only")
     build.add_argument("--path", help="where to (default: data_manifests/eyas_chat.jsonl)")
     build.add_argument("--seed", type=int, default=0)
+    build.add_argument("--more", type=int, default=0, metavar="N", help="N conversations of each topic that are not in the set, to add to it")
     build.set_defaults(run=_prompts_build)
     show = _with_profile(prompts.add_parser("show", help="print a few conversations of each category"))
     show.set_defaults(run=_prompts_show)

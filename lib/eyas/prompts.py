@@ -1,6 +1,7 @@
 """Conversations: made from topics and phrasings, read from JSONL, answered by the target itself, encoded with its chat template.
 
     python -m eyas prompts build                        # writes data_manifests/eyas_chat.jsonl, user turns only
+    python -m eyas prompts build --more 20 --path F     # 20 conversations a topic besides those
     python -m eyas prompts show                         # a few of each category
     python -m eyas prompts generate --profile demo      # asks the server for the target's own responses
 
@@ -61,10 +62,11 @@ class Conversation:
 # ---- the prompt set: topics x phrasings
 
 
-def build_prompts(seed: int = 0) -> list[Conversation]:
+def build_prompts(seed: int = 0, more: int = 0) -> list[Conversation]:
     """Our own prompt set: user turns only, the same list for the same seed, no two conversations alike.
 
-    Each topic gets one conversation of each category and EXTRA_PER_TOPIC more. HELDOUT_SHARE of the topics are held out; they are
+    Each topic gets one conversation of each category and EXTRA_PER_TOPIC more. With `more`, that many others for each topic instead,
+    none of them in the set itself: what is added to it where more text is wanted. HELDOUT_SHARE of the topics are held out; they are
     drawn from those topics whose words stand in no other topic's texts and in no phrasing, so a held-out topic is never trained on.
     """
     from eyas.prompt_topics import DIALOGUES, PHRASINGS, TOPICS
@@ -74,11 +76,10 @@ def build_prompts(seed: int = 0) -> list[Conversation]:
     phrasings = {**{category: [(p,) for p in asked] for category, asked in PHRASINGS.items()}, "dialogue": list(DIALOGUES)}
     categories = list(phrasings)
     decks = {category: [] for category in categories}  # every phrasing is used before one is used again
-    conversations, seen = [], set()
-    for number, topic in enumerate(TOPICS):
-        extra = [categories[(number * EXTRA_PER_TOPIC + i) % len(categories)] for i in range(EXTRA_PER_TOPIC)]
-        counts = Counter()
-        for category in categories + extra:
+    conversations, seen, counts = [], set(), Counter()
+
+    def add(topic, asked: list[str]) -> None:
+        for category in asked:
             while True:
                 if not decks[category]:
                     decks[category] = rng.sample(phrasings[category], k=len(phrasings[category]))
@@ -88,9 +89,17 @@ def build_prompts(seed: int = 0) -> list[Conversation]:
                 if key not in seen:
                     break
             seen.add(key)
-            counts[category] += 1
+            counts[category, topic.name] += 1
             slug = re.sub(r"[^a-z0-9]+", "-", topic.name.lower())
-            conversations.append(Conversation(f"{category}-{slug}-{counts[category]}", category, topic.name, "heldout" if topic.name in heldout else "train", messages))
+            id = f"{category}-{slug}-{counts[category, topic.name]}"
+            conversations.append(Conversation(id, category, topic.name, "heldout" if topic.name in heldout else "train", messages))
+
+    for number, topic in enumerate(TOPICS):
+        add(topic, categories + [categories[(number * EXTRA_PER_TOPIC + i) % len(categories)] for i in range(EXTRA_PER_TOPIC)])
+    if more:
+        conversations.clear()
+        for number, topic in enumerate(TOPICS):
+            add(topic, [categories[(number * more + i) % len(categories)] for i in range(more)])
     rng.shuffle(conversations)
     leaks = heldout_leaks(conversations)
     if leaks:
@@ -213,12 +222,12 @@ def _conversation(row, where: str) -> Conversation:
     return Conversation(id, category, topic, row["split"], tuple(messages))
 
 
-def build_file(path: Path, seed: int) -> str:
+def build_file(path: Path, seed: int, more: int = 0) -> str:
     """Write our own prompt set to `path`; returns one line about it. EyasError rather than overwrite responses."""
     path = Path(path)
     if path.is_file() and any(m["role"] == "assistant" for c in load_prompts(path).conversations for m in c.messages):
         raise EyasError(f"{path} holds responses already", "a path where nothing is lost", "python -m eyas prompts generate --profile demo   (makes them afresh)")
-    conversations = build_prompts(seed)
+    conversations = build_prompts(seed, more)
     write_prompts(path, conversations)
     heldout = sum(c.split == "heldout" for c in conversations)
     return f"{path.name}: {len(conversations)} conversations, {heldout} of held-out topics, {len({c.category for c in conversations})} categories"

@@ -34,6 +34,7 @@ from eyas.target import Head
 from eyas.vocab import DraftVocab
 
 LOGIT_ROWS, PIECE_ROWS = 1024, 64  # rows of one head product; rows whose logits stay in the CPU's cache
+FUSED_ON = ("cpu",)  # devices with the fused attention kernel that gives its log-sum-exp; plain products elsewhere
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ class Attention(torch.autograd.Function):
 
 def _kernel(q, k, v, mask, scale):
     """q [1, heads, n, d], k and v [1, heads, keys, d], mask [n, keys] -> output as q, log-sum-exp of the scores [1, heads, n]."""
-    if q.device.type == "cpu":
+    if q.device.type in FUSED_ON:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
     scores = (q @ k.transpose(-1, -2)).mul_(scale).add_(mask)
     log = scores.logsumexp(-1)
@@ -224,7 +225,7 @@ def _kernel(q, k, v, mask, scale):
 
 def _kernel_backward(grad, q, k, v, out, log, mask, scale):
     """Gradients of q, k and v, from an output and a log-sum-exp that may have come from more keys than these."""
-    if q.device.type == "cpu":
+    if q.device.type in FUSED_ON:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, log, 0.0, False, attn_mask=mask, scale=scale)
     weights = (q @ k.transpose(-1, -2)).mul_(scale).add_(mask).sub_(log[..., None]).exp_()
     grad_scores = (grad @ v.transpose(-1, -2)).sub_((grad * out).sum(-1, keepdim=True)).mul_(weights).mul_(scale)
