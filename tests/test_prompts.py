@@ -165,9 +165,35 @@ def test_no_file_and_no_utf8(tmp_path):
         load_prompts(tmp_path / "p.jsonl")
 
 
+def test_several_files_by_a_pattern(tmp_path):
+    """In the order of their names; an id stands in one of them."""
+    (tmp_path / "p_b.jsonl").write_text(line("b") + "\n")
+    (tmp_path / "p_a.jsonl").write_text(line("a") + "\n" + line("c"))
+    both = load_prompts(tmp_path / "p*.jsonl")
+    assert [c.id for c in both.conversations] == ["a", "c", "b"]
+    alone = load_prompts(tmp_path / "p_b.jsonl").hash
+    (tmp_path / "p_b.jsonl").write_text(line("d") + "\n")
+    assert load_prompts(tmp_path / "p*.jsonl").hash != both.hash and load_prompts(tmp_path / "p_b.jsonl").hash != alone
+    (tmp_path / "p_b.jsonl").write_text(line("d") + "\n" + line("c"))
+    with pytest.raises(EyasError, match="p_b.jsonl, line 2: sample id 'c' stands in p_a.jsonl, line 2 already"):
+        load_prompts(tmp_path / "p*.jsonl")
+    with pytest.raises(EyasError, match="no prompt set"):
+        load_prompts(tmp_path / "q*.jsonl")
+
+
 def test_a_unicode_line_separator_in_a_text_is_no_line_end(tmp_path):
     written = [conversation(turns("Hi", "a\u2028b\x85c"))]
     assert load_prompts(prompts.write_prompts(tmp_path / "p.jsonl", written)).conversations == written
+
+
+def test_more_conversations_are_others_on_the_same_topics():
+    """What is added to the set: no id and no wording of it, held-out topics the same, so they stay held out."""
+    built, more = build_prompts(0), build_prompts(0, more=4)
+    topics = {c.topic: c.split for c in built}
+    assert len(more) == 4 * len(topics) and build_prompts(0, more=4) == more and {c.topic: c.split for c in more} == topics
+    assert not {c.id for c in built} & {c.id for c in more}
+    asked = [[tuple(m["content"].lower() for m in c.messages if m["role"] == "user") for c in each] for each in (built, more)]
+    assert not set(asked[0]) & set(asked[1]) and len(set(asked[1])) == len(more)
 
 
 def test_build_does_not_overwrite_responses(tmp_path):

@@ -361,6 +361,12 @@ def test_every_plot_draws(store):
     ax = plots.plot_loss(metrics)
     assert ax.get_lines()[-1].get_ydata() == pytest.approx([(3.0 * 10 + 2.0 * 20) / 30] * 4)
     assert plots.plot_draft_accuracy(metrics[metrics["split"] == "train"]).get_lines()[0].get_ydata() == pytest.approx([0.25] * 4)
+    judged = metrics.assign(acceptance_length=[np.nan] * (len(metrics) - 2) + [1.25] * 2)
+    assert plots.plot_heldout_acceptance(judged).get_lines()[0].get_ydata() == pytest.approx([1.25])
+    rows = [{"question": "mask", "variant": name, "difference": difference} for name, difference in (
+        ("none", None), ("worse", {"value": -0.2, "low": -0.3, "high": -0.1}), ("either", {"value": 0.1, "low": -0.1, "high": 0.3}))]
+    ax = plots.plot_ablations(rows)
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["mask: either", "mask: worse"] and ax.containers[1].lines[0].get_xdata() == [-0.2]
     by_position = [{"position": i, "unconditional": interval(0.5 / i, 0.1, 0.6), "conditional": interval(0.5 if i == 1 else None)} for i in (1, 2)]
     assert plots.plot_acceptance_by_position(by_position).get_lines()[0].get_ydata() == pytest.approx([0.5, 0.25])
     categories = [{"category": c, "prompts": 2, "acceptance_length": interval(v, v, v)} for c, v in (("chat", 1.8), ("code", 1.5))]

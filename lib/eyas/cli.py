@@ -73,6 +73,8 @@ def _prompts_generate(args) -> int:
     from eyas.target import load_target
 
     config = _config(args)
+    if not config.prompt_path.is_file() and "*" in config.prompt_path.name:
+        raise EyasError(f"prompt_set {config.prompt_set!r} names several files", "the one to write responses into", "python -m eyas prompts generate -p prompt_set FILE.jsonl")
     conversations = load_prompts(config.prompt_path).conversations
     server, target = need_server(config), load_target(config.target)
     with Progress(len(conversations), "conversations") as progress:

@@ -46,7 +46,7 @@ class Config:
     spool_dir: str = _doc("", "where the server hands rows to the client, a folder that both see; empty: in the run's server folder")
     spool_gib: float = _doc(4.0, "most that may wait there, GiB; then requests wait")
     # Prompts
-    prompt_set: str = _doc("data_manifests/eyas_chat.jsonl", "JSONL of conversations, relative to the repository or absolute")
+    prompt_set: str = _doc("data_manifests/eyas_chat.jsonl", "JSONL of conversations, relative to the repository or absolute; or several: folder/name*.jsonl")
     generate_responses: bool = _doc(False, "make the responses afresh with the server instead of using the shipped ones")
     max_new_tok: int = _doc(128, "longest generated response, tokens")
     train_samples: int = _doc(1000, "conversations of the training topics to extract, at most")

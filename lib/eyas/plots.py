@@ -65,6 +65,34 @@ def plot_draft_accuracy(metrics: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return ax
 
 
+def plot_heldout_acceptance(metrics: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Held-out acceptance length of the offline walk at each evaluation. metrics as in plot_loss, with acceptance_length."""
+    with plt.rc_context(STYLE):
+        ax = _axes(ax, height=3.2)
+        judged = metrics.dropna(subset=["acceptance_length"]).drop_duplicates("step")
+        ax.plot(judged["step"], judged["acceptance_length"], color=VERMILION, marker="o")
+        ax.set(xlabel="optimiser step", ylabel="acceptance length", title="Held-out acceptance length (offline walk, bonus token included)", xlim=(0, None))
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return ax
+
+
+def plot_ablations(rows: list[dict], ax: Axes | None = None) -> Axes:
+    """What each variant of training gains or loses in acceptance length against the defaults, with intervals. rows: those of benchmarks/ablations.py."""
+    with plt.rc_context(STYLE):
+        rows = [row for row in rows if row["difference"]][::-1]
+        ax = _axes(ax, height=1.4 + 0.33 * len(rows))
+        values = np.array([row["difference"]["value"] for row in rows])
+        clear = [row["difference"]["low"] > 0 or row["difference"]["high"] < 0 for row in rows]
+        colours = [GREY if not sure else GREEN if value > 0 else VERMILION for value, sure in zip(values, clear)]
+        for y, (value, row, colour) in enumerate(zip(values, rows, colours)):
+            ax.errorbar([value], [y], xerr=_error(np.array([value]), [row["difference"]]), color=colour, fmt="o", capsize=4)
+        ax.axvline(0, color="black", linewidth=1)
+        ax.set_yticks(range(len(rows)), [f"{row['question']}: {row['variant']}" for row in rows])
+        ax.set(xlabel="difference in held-out acceptance length, paired by prompt", title="Against the defaults (95 % intervals; grey: not clear of zero)", ylim=(-0.7, len(rows) - 0.3))
+        ax.grid(axis="y", visible=False)
+    return ax
+
+
 def plot_acceptance_by_position(by_position: list[dict], ax: Axes | None = None) -> Axes:
     """Acceptance of draft 1, 2, ... with 95 % intervals. by_position: that block of acceptance.json (position, unconditional, conditional)."""
     with plt.rc_context(STYLE):

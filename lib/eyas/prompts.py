@@ -169,32 +169,37 @@ class PromptSet:
 
 
 def load_prompts(path: Path) -> PromptSet:
-    """The conversations of a JSONL file. EyasError names the line: no file, nothing in it, bad JSON, a bad or doubled id, a bad field."""
+    """The conversations of a JSONL file, or of several that a pattern names (`eyas_chat*.jsonl`), in the order of their names.
+
+    EyasError names the line: no file, nothing in it, bad JSON, a bad or doubled id, a bad field.
+    """
     path = Path(path)
     build = "python -m eyas prompts build"
-    if not path.is_file():
+    files = [path] if path.is_file() else sorted(path.parent.glob(path.name)) if "*" in path.name else []
+    if not files:
         raise EyasError(f"no prompt set {path}", "a JSONL file of conversations", build)
-    conversations, lines = [], {}  # id -> line number
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise EyasError(f"{path.name} is not UTF-8 (byte {error.start})", "a JSONL file of conversations in UTF-8", build) from None
-    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: a text may hold a Unicode line separator
-        if not line.strip():
-            continue
-        where = f"{path.name}, line {number}"
+    conversations, lines = [], {}  # id -> file and line number
+    for file in files:
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise EyasError(f"{where} is not JSON ({error.msg} at column {error.colno})", "one JSON object a line", build) from None
-        conversation = _conversation(row, where)
-        if conversation.id in lines:
-            raise EyasError(f"{where}: sample id {conversation.id!r} stands in line {lines[conversation.id]} already", "each id once", "give one of them another id")
-        lines[conversation.id] = number
-        conversations.append(conversation)
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise EyasError(f"{file.name} is not UTF-8 (byte {error.start})", "a JSONL file of conversations in UTF-8", build) from None
+        for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: a text may hold a Unicode line separator
+            if not line.strip():
+                continue
+            where = f"{file.name}, line {number}"
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise EyasError(f"{where} is not JSON ({error.msg} at column {error.colno})", "one JSON object a line", build) from None
+            conversation = _conversation(row, where)
+            if conversation.id in lines:
+                raise EyasError(f"{where}: sample id {conversation.id!r} stands in {lines[conversation.id]} already", "each id once", "give one of them another id")
+            lines[conversation.id] = f"line {number}" if len(files) == 1 else where
+            conversations.append(conversation)
     if not conversations:
         raise EyasError(f"{path} holds no conversation", "at least one", build)
-    return PromptSet(path, conversations, sha256_file(path))
+    return PromptSet(path, conversations, sha256_file(path) if len(files) == 1 else sha256_json([sha256_file(file) for file in files]))
 
 
 def _conversation(row, where: str) -> Conversation:
