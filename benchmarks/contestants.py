@@ -32,11 +32,12 @@ PEERS = {  # name -> variable, what pip installs
     "specforge": ("EYAS_PEER_SPECFORGE", "--no-deps -r requirements/cpu.txt && PEER/bin/pip install --no-deps specforge==0.2.0"),
     "speculators": ("EYAS_PEER_SPECULATORS", "speculators==0.9.0"),
 }
-DEFAULTS = {  # options of peers.py
-    "ours": {},
-    "specforge": {"compile": False, "compact": False, "batching": "padded", "weights": "float32"},
-    "speculators": {"attention": "eager", "optimizer": "adamw", "norms": True},
+DEFAULTS = {  # options of peers.py; heap: the allocator keeps what is freed, which saves a CPU the page faults of large temporary tensors
+    "ours": {"heap": False},
+    "specforge": {"heap": True, "compile": False, "compact": False, "batching": "padded", "weights": "float32"},
+    "speculators": {"heap": True, "attention": "eager", "optimizer": "adamw", "norms": True},
 }
+HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}  # glibc's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +113,7 @@ class Contestant:
         self.options = job["options"]
         command = [os.environ[PEERS[kind][0]], HERE / "peers.py"] if kind in PEERS else [sys.executable, HERE / "contestants.py"]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" or kind == "ours"}
-        environment |= {"OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1", "EYAS_DATA": str(self.folder)}
+        environment |= {"OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1", "EYAS_DATA": str(self.folder)} | (HEAP if self.options["heap"] else {})
         with open(self.folder / "stderr", "wb") as log:
             self.process = subprocess.Popen([*command, self.folder / "job.json"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, text=True)
         self._answer()

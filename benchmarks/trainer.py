@@ -27,8 +27,8 @@ from contestants import DEFAULTS, Contestant, Data, add_arguments, available, ch
 
 LEARNING_RATE = 1.0e-3
 CHOICES = {  # peer -> option -> what it may be instead of its default, and for which dtypes
-    "specforge": {"batching": ("accumulated",), "compact": (True,), "compile": (True,), "weights": ("bfloat16",)},
-    "speculators": {"attention": ("sdpa",)},
+    "specforge": {"heap": (False,), "batching": ("accumulated",), "compact": (True,), "compile": (True,), "weights": ("bfloat16",)},
+    "speculators": {"heap": (False,), "attention": ("sdpa",)},
 }
 WHY = {
     "specforge": "OnlineEagle3Model, attention_backend sdpa (flex attention has no backward on a CPU, fa and usp need flash_attn); its Triton loss is replaced by "

@@ -16,7 +16,8 @@ What makes it quick, all of it exact:
   joins them with the slot's own keys (`Attention`);
 - all steps share one head product and one teacher: the teacher of step s at a slot is the teacher of step 0 at the slot s further on;
 - the loss makes its gradient in place of the logits, a few rows at a time (`HeadLoss`), so they pass through the cache and not the memory;
-- norm, rotation and gate have their gradients written out: fewer passes over memory, and nothing kept that can be made again.
+- norm, rotation and gate have their gradients written out: fewer passes over memory, and nothing kept that can be made again;
+- a CPU's bfloat16 products compile a kernel for every shape that they meet, which takes longer than the product: rows are filled up to round numbers.
 
 Matrix products run in `low` (bfloat16, or the weights' own dtype), everything else in the weights' dtype, `wide`. Axes: T tokens of a sample,
 S packed slots, A active slots of step 0, A_s of step s, M supervised slots of all steps, B boundaries, H hidden size, D draft vocabulary.
@@ -33,7 +34,7 @@ from eyas.losses import TINY, Loss
 from eyas.target import Head
 from eyas.vocab import DraftVocab
 
-LOGIT_ROWS, PIECE_ROWS = 1024, 64  # rows of one head product; rows whose logits stay in the CPU's cache
+LOGIT_ROWS, PIECE_ROWS, ROWS = 1024, 64, 64  # rows of one head product; rows whose logits stay in the CPU's cache; what numbers of rows are rounded up to
 FUSED_ON = ("cpu",)  # devices with the fused attention kernel that gives its log-sum-exp; plain products elsewhere
 
 
@@ -124,14 +125,14 @@ def unroll(drafter: Drafter, batch: Batch, n_steps: int, low: torch.dtype) -> li
     def rotated(x: torch.Tensor, positions: torch.Tensor, n: int) -> torch.Tensor:
         return Rotary.apply(x.unflatten(-1, (n, config.head_dim)), cos[positions], sin[positions])
 
-    embeds = F.linear(Norm.apply(drafter.embed_tokens(batch.tokens).to(cos.dtype), layer.input_layernorm.weight, config.rms_norm_eps, low), of_embeds)  # [S, q + 2 kv]
+    embeds = linear(Norm.apply(drafter.embed_tokens(batch.tokens).to(cos.dtype), layer.input_layernorm.weight, config.rms_norm_eps, low), of_embeds)  # [S, q + 2 kv]
     states = batch.states
     if drafter.fc_norm is not None:
         parts = states.to(cos.dtype).split(config.target_hidden_size, dim=-1)
         states = torch.cat([Norm.apply(part, norm.weight, config.rms_norm_eps, low) for part, norm in zip(parts, drafter.fc_norm)], dim=-1)
-    hidden = F.linear(states.to(low), drafter.fc.weight.to(low)).to(cos.dtype)  # [S, H]; the residual stream keeps the precision of the weights
+    hidden = linear(states.to(low), drafter.fc.weight.to(low)).to(cos.dtype)  # [S, H]; the residual stream keeps the precision of the weights
     x = Norm.apply(hidden, layer.hidden_norm.weight, config.rms_norm_eps, low)  # [S, H]
-    keys, values = (F.linear(x, of_hidden[q_size:]) + embeds[:, q_size:]).split(kv_size, dim=-1)
+    keys, values = (linear(x, of_hidden[q_size:]) + embeds[:, q_size:]).split(kv_size, dim=-1)
     keys, values = rotated(keys, batch.positions, config.n_kv_heads), values.unflatten(-1, (config.n_kv_heads, -1)).to(cos.dtype)  # [S, kv heads, head_dim]
     x, hidden = x.index_select(0, batch.active), hidden.index_select(0, batch.active)
     slots, run, own, outs = batch.active, batch.run, [], []
@@ -143,14 +144,14 @@ def unroll(drafter: Drafter, batch: Batch, n_steps: int, low: torch.dtype) -> li
             hidden = drafter.feed_back(outs[-1].index_select(0, kept))
             own = [tuple(t.index_select(0, kept) for t in pair) for pair in own]
             x = Norm.apply(hidden, layer.hidden_norm.weight, config.rms_norm_eps, low)
-            q, k, v = (F.linear(x, of_hidden) + embeds.index_select(0, slots + s)).split([q_size, kv_size, kv_size], dim=-1)  # token j+1+s stands s rows further on
+            q, k, v = (linear(x, of_hidden) + embeds.index_select(0, slots + s)).split([q_size, kv_size, kv_size], dim=-1)  # token j+1+s stands s rows further on
             own.append((rotated(k, positions + s, config.n_kv_heads), v.unflatten(-1, (config.n_kv_heads, -1)).to(cos.dtype)))
         else:
-            q = F.linear(x, of_hidden[:q_size]) + embeds[:, :q_size].index_select(0, slots)
+            q = linear(x, of_hidden[:q_size]) + embeds[:, :q_size].index_select(0, slots)
         attended = attend(rotated(q, positions + s, config.n_heads), slots, keys, values, own, batch.spans)  # [A_s, heads, head_dim]
-        hidden = hidden + F.linear(attended.flatten(1).to(low), out_proj)
+        hidden = hidden + linear(attended.flatten(1).to(low), out_proj)
         x = Norm.apply(hidden, layer.post_attention_layernorm.weight, config.rms_norm_eps, low)
-        outs.append(hidden + F.linear(SwiGLU.apply(F.linear(x, gate_up)), down_proj))
+        outs.append(hidden + linear(SwiGLU.apply(linear(x, gate_up)), down_proj))
     return outs
 
 
@@ -250,12 +251,37 @@ def _causal(slots: torch.Tensor, start: int, end: int, group: int, dtype: torch.
 # ---- parts with their gradients written out
 
 
+def filled(x: torch.Tensor) -> torch.Tensor:
+    """[n, ...] with rows of zeros up to a multiple of ROWS where the number of rows costs a new kernel: bfloat16 on a CPU."""
+    missing = -len(x) % ROWS if x.dtype == torch.bfloat16 and x.device.type == "cpu" else 0
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+class Linear(torch.autograd.Function):
+    """x [n, in] by weight [out, in], both in the low dtype -> [n, out]."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.n, x = len(x), filled(x)
+        ctx.save_for_backward(x, weight)
+        return (x @ weight.T)[: ctx.n]
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = filled(grad)
+        return (grad @ weight)[: ctx.n] if ctx.needs_input_grad[0] else None, grad.T @ x
+
+
+linear = Linear.apply
+
+
 class Norm(torch.autograd.Function):
     """RMSNorm of x [n, H], given back in `low`."""
 
     @staticmethod
     def forward(ctx, x, weight, eps, low):
-        scale = (torch.linalg.vecdot(x, x)[:, None] / x.shape[-1]).add_(eps).rsqrt_()  # [n, 1]
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # [n, 1]
         ctx.save_for_backward(x, weight, scale)
         return (x * scale).mul_(weight).to(low)
 
@@ -263,10 +289,9 @@ class Norm(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight, scale = ctx.saved_tensors
         grad, normed = grad.to(x.dtype), x * scale
-        grad_weight = (grad * normed).sum(0)
-        grad = grad * weight
-        dot = torch.linalg.vecdot(grad, normed)[:, None].div_(-x.shape[-1])
-        return grad.addcmul_(normed, dot).mul_(scale), grad_weight, None, None
+        product = grad * normed
+        dot = torch.mv(product, weight)[:, None].div_(-x.shape[-1])
+        return (grad * weight).addcmul_(normed, dot).mul_(scale), product.sum(0), None, None
 
 
 class Rotary(torch.autograd.Function):
@@ -334,18 +359,21 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, last: torch.Tensor) -> torch.Tensor:
-        """[A', H] as stored -> probabilities [A', D] of the draft vocabulary's tokens, which sum to 1, or, over the whole vocabulary, to at most 1."""
+        """[A', H] as stored -> probabilities [A', D] of the draft vocabulary's tokens, which sum to 1, or, over the whole vocabulary, to at most 1.
+
+        In float32 (float64 for float64 weights), whatever the products' dtype."""
         normed = self.normed(last).to(self.rows.dtype)
-        probabilities = normed @ self.rows.T
-        for start in range(0, len(probabilities), PIECE_ROWS):
-            piece = probabilities[start : start + PIECE_ROWS]
-            wide = piece.to(torch.promote_types(piece.dtype, torch.float32))
+        logits = (filled(normed) @ self.rows.T)[: len(last)]
+        probabilities = torch.empty_like(logits, dtype=torch.promote_types(logits.dtype, torch.float32))
+        for start in range(0, len(logits), PIECE_ROWS):
+            piece, out = slice(start, start + PIECE_ROWS), probabilities[start : start + PIECE_ROWS]
+            out.copy_(logits[piece])
             if self.others is None:
-                wide = wide.softmax(-1)
+                torch.softmax(out, -1, out=out)  # a row's maximum and sum are known before any of it is written
             else:
-                rest = (normed[start : start + PIECE_ROWS] @ self.others.T).to(wide.dtype).logsumexp(-1)
-                wide = (wide - torch.logaddexp(wide.logsumexp(-1), rest)[:, None]).exp_()
-            piece.copy_(F.threshold(wide, TINY, 0.0))
+                rest = (filled(normed[piece]) @ self.others.T)[: len(out)].to(out.dtype).logsumexp(-1)
+                out.sub_(torch.logaddexp(out.logsumexp(-1), rest)[:, None]).exp_()
+            F.threshold_(out, TINY, 0.0)
         return probabilities
 
 
@@ -353,29 +381,30 @@ class HeadLoss(torch.autograd.Function):
     """Weighted sum over rows of the loss between teacher and softmax(x W^T); the gradient is made together with it.
 
     x [M, H]; weight [D, H]; teacher [A', D] probabilities, of which row m takes `rows[m]`; labels [M] draft ids; scale [M] weight of each row.
-    Products are computed in the teacher's dtype. Gives the weighted sum, the loss of each row [M], and whether each row's largest logit is
+    Products are computed in `low`. Gives the weighted sum, the loss of each row [M], and whether each row's largest logit is
     its label's [M] (a tie counts).
     """
 
     @staticmethod
-    def forward(ctx, x, weight, teacher, rows, labels, scale, loss: Loss):
-        low, wide = teacher.dtype, weight.dtype
+    def forward(ctx, x, weight, teacher, rows, labels, scale, loss: Loss, low):
+        wide = weight.dtype
         losses, hits = torch.empty(len(x), dtype=wide, device=x.device), torch.empty(len(x), dtype=torch.bool, device=x.device)
-        weight_low, x_low = weight.detach().to(low), x.detach().to(low)
+        weight_low, x_low = weight.detach().to(low), filled(x.detach().to(low))
         learns = any(ctx.needs_input_grad)
         grad_x, grad_weight = (torch.zeros_like(x), torch.zeros_like(weight)) if learns else (None, None)
         for start in range(0, len(x), LOGIT_ROWS):
-            chunk = slice(start, start + LOGIT_ROWS)
+            chunk, n = slice(start, start + LOGIT_ROWS), min(LOGIT_ROWS, len(x) - start)
             logits = x_low[chunk] @ weight_low.T  # [rows, D]
-            for at in range(0, len(logits), PIECE_ROWS):
-                piece = slice(start + at, start + min(at + PIECE_ROWS, len(logits)))
-                z, p = logits[at : at + PIECE_ROWS].to(wide), teacher[rows[piece]].to(wide)
+            logits[n:] = 0  # filled up
+            for at in range(0, n, PIECE_ROWS):
+                piece, end = slice(start + at, start + min(at + PIECE_ROWS, n)), min(at + PIECE_ROWS, n)
+                z, p = logits[at:end].to(wide), teacher[rows[piece]]
                 hits[piece] = z.gather(1, labels[piece, None]).squeeze(1) >= z.amax(-1)
                 losses[piece], gradient = loss.rows(z, p)
                 if learns:
-                    logits[at : at + PIECE_ROWS] = gradient.mul_(scale[piece, None])  # the gradient takes the logits' place
+                    logits[at:end] = gradient.mul_(scale[piece, None])  # the gradient takes the logits' place
             if learns:
-                grad_x[chunk] = logits @ weight_low
+                grad_x[chunk] = (logits @ weight_low)[:n]
                 grad_weight += logits.T @ x_low[chunk]
         if learns:
             ctx.save_for_backward(grad_x, grad_weight)
@@ -385,7 +414,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, *_):
         grad_x, grad_weight = ctx.saved_tensors
-        return grad * grad_x, grad * grad_weight, None, None, None, None, None
+        return grad * grad_x, grad * grad_weight, None, None, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -418,5 +447,5 @@ def batch_loss(drafter: Drafter, batch: Batch, teacher: Teacher, loss: Loss, wei
         scale.append(out.new_full((len(at),), weight / max(counts[s] if counts else len(at), 1)))
     x = Norm.apply(torch.cat(kept), drafter.norm.weight, drafter.config.rms_norm_eps, drafter.norm.weight.dtype)  # [M, H]
     rows = torch.cat(rows)
-    total, losses, hits = HeadLoss.apply(x, drafter.lm_head.weight, teacher(batch.last), rows, batch.labels[rows], torch.cat(scale), loss)
+    total, losses, hits = HeadLoss.apply(x, drafter.lm_head.weight, teacher(batch.last), rows, batch.labels[rows], torch.cat(scale), loss, teacher.rows.dtype)
     return Losses(total, [float(part.sum()) for part in losses.split(slots)], [int(part.sum()) for part in hits.split(slots)], slots)
