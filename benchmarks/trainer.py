@@ -71,7 +71,7 @@ def main() -> None:
         print(f"{len(data.rows)} samples, {config.batch_tok} tokens a step, {target.name}, boundaries {list(config.boundaries)}, D = {config.draft_vocab_size:,}, "
               f"K = {config.draft_steps}, {args.threads} threads, AdamW, {args.rounds} rounds of {args.steps} steps")
         found = {dtype: race(data, kinds, dtype, args) for dtype in args.dtypes}
-    print("\n| dtype | trainer | response tok/s | all tok/s | ours is faster by | peak memory | at the start | samples held |\n|---|---|---|---|---|---|---|---|")
+    print("\n| dtype | trainer | response tok/s | all tok/s | ours is faster by | peak memory | at the start | samples held | least peak in trials |\n" + 9 * "|---" + "|")
     for dtype, race_found in found.items():
         print_race(dtype, race_found)
     for dtype, race_found in found.items():
@@ -80,7 +80,8 @@ def main() -> None:
     for dtype, race_found in found.items():
         for kind in kinds:
             print(f"- {dtype}, {kind}: {race_found['options'][kind] or ''} {WHY[kind]}")
-    print("Peak memory is a process's largest resident set; at the start is the one with imports and model; samples held are the peers' copies in memory, part of their peak.")
+    print("Peak memory is a process's largest resident set; at the start is the one with imports and model; samples held are the peers' copies in memory, part of their peak. "
+          "The peers' options are those of the fastest trial; the least peak of any trial is beside it.")
     if args.out:
         write_json(args.out, found)
 
@@ -110,19 +111,19 @@ def race(data: Data, kinds: list[str], dtype: str, args) -> dict:
 
 
 def best_options(data: Data, kind: str, dtype: str, args) -> tuple[dict, list]:
-    """One option after another is changed and kept if that is faster. An option that does not run here is said to."""
+    """One option after another is changed and kept if that is faster; gives it and (options, seconds a step, peak bytes) of all. What does not run here is said to."""
     best, trials = DEFAULTS[kind], []
 
     def trial(options: dict) -> float:
         try:
             with Contestant(data, kind, dtype, LEARNING_RATE, **options) as contestant:
                 contestant.ask(steps=args.warm)
-                seconds = contestant.ask(steps=args.steps + 1)["seconds"] / (args.steps + 1)
+                seconds, peak = contestant.ask(steps=args.steps + 1)["seconds"] / (args.steps + 1), contestant.ask(memory=True)["peak"]
         except RuntimeError as error:
             print(f"{kind} does not run with {options}: {str(error)[-300:]}")
-            seconds = float("inf")
-        trials.append((options, seconds))
-        print(f"{dtype}, {kind} {options}: {seconds:.2f} s a step", flush=True)
+            return float("inf")
+        trials.append((options, seconds, peak))
+        print(f"{dtype}, {kind} {options}: {seconds:.2f} s a step, peak memory {peak / 2**30:.2f} GiB", flush=True)
         return seconds
 
     best_s = trial(best)
@@ -149,9 +150,10 @@ def product_gflops(dtype: torch.dtype, size: int = 2048, times: int = 3) -> floa
 def print_race(dtype: str, found: dict) -> None:
     for kind, seconds in found["seconds"].items():
         ratio = "" if kind == "ours" else interval_text(ratio_interval(seconds, found["seconds"]["ours"], 0).as_dict())
-        memory = found["memory"][kind]
+        memory, least = found["memory"][kind], min((peak for _, _, peak in found["trials"][kind]), default=None)
         print(f"| {dtype} | {kind} | {found['response_tok'] / sum(seconds):,.0f} | {found['all_tok'] / sum(seconds):,.0f} | {ratio} | "
-              f"{memory['peak'] / 2**30:.2f} GiB | {memory['base'] / 2**30:.2f} GiB | {memory['held'] / 2**30:.2f} GiB |")
+              f"{memory['peak'] / 2**30:.2f} GiB | {memory['base'] / 2**30:.2f} GiB | {memory['held'] / 2**30:.2f} GiB | "
+              + ("" if least is None else f"{least / 2**30:.2f} GiB") + " |")
 
 
 def print_time(dtype: str, found: dict, steps: int) -> None:

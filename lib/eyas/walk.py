@@ -66,29 +66,31 @@ def leading_hits(drafter: Drafter, input_ids: torch.Tensor, states: torch.Tensor
     hidden = drafter.fuse(states[:n])  # [n, H]
     x = layer.inputs(layer.input_layernorm(drafter.embed_tokens(ids[1 : n + 1])), hidden)  # [n, 2H]
     keys, values = attention.keys_values(x, torch.arange(n, device=x.device))  # [n, kv heads, head_dim]
-    unseen = torch.arange(n, device=x.device) > slots[:, None]  # [R, n]
-    own_keys, own_values = [], []  # of steps 1 .. s, [R, kv heads, head_dim] each
+    own: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values of steps 1 .. s, [R, kv heads, head_dim] each
     out, x = hidden[slots], x[slots]
-    hits, alive = torch.zeros_like(slots), torch.ones_like(slots, dtype=torch.bool)
+    hits, rows = torch.zeros_like(slots), torch.arange(len(slots), device=slots.device)  # rows: points whose drafts were all right so far; the others are done
     for step in range(draft_length):
         if step > 0:
             out = drafter.feed_back(out)
             x = layer.inputs(layer.input_layernorm(drafter.embed_tokens(drafts)), out)  # [R, 2H]
-            step_keys, step_values = attention.keys_values(x, slots + step)
-            own_keys.append(step_keys)
-            own_values.append(step_values)
+            own.append(attention.keys_values(x, slots + step))
         queries = attention.queries(x, slots + step).unflatten(1, (keys.shape[1], -1))  # [R, kv heads, group, head_dim]
+        unseen = torch.arange(n, device=x.device) > slots[:, None]  # [R, n]
         scores = torch.einsum("rkgd,nkd->rkgn", queries, keys).masked_fill(unseen[:, None, None], -torch.inf)
-        scores = torch.cat([scores, *((queries * k[:, :, None]).sum(-1, keepdim=True) for k in own_keys)], dim=-1)  # [R, kv heads, group, n + step]
+        scores = torch.cat([scores, *((queries * k[:, :, None]).sum(-1, keepdim=True) for k, _ in own)], dim=-1)  # [R, kv heads, group, n + step]
         weights = (scores * queries.shape[-1] ** -0.5).softmax(-1)
         attended = torch.einsum("rkgn,nkd->rkgd", weights[..., :n], values)
-        for i, v in enumerate(own_values):
+        for i, (_, v) in enumerate(own):
             attended = attended + weights[..., n + i, None] * v[:, :, None]
         out = layer.finish(attended.flatten(1, 2), out)  # [R, H]
         drafts = vocab_ids[drafter.logits(out).argmax(-1)]  # [R]
-        inside = slots + 2 + step < len(ids)
-        alive &= inside & (drafts == ids[(slots + 2 + step).clamp(max=len(ids) - 1)])
-        hits += alive
+        following = slots + 2 + step
+        right = (following < len(ids)) & (drafts == ids[following.clamp(max=len(ids) - 1)])
+        rows, slots, out, drafts = rows[right], slots[right], out[right], drafts[right]
+        own = [(k[right], v[right]) for k, v in own]
+        hits[rows] += 1
+        if not len(rows):
+            break
     return hits.cpu().numpy()
 
 
