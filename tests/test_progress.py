@@ -59,3 +59,31 @@ def test_terminal_gets_one_line(clock, monkeypatch):
     assert text.count("\n") == 1 and text.endswith("\n") and text.count("\r") == 12
     widths = [len(part) for part in text.rstrip("\n").split("\r")[1:]]
     assert widths[-1] >= len(text.rstrip("\n").split("\r")[-2].rstrip()), "the shorter last line wipes the longer one before it"
+
+
+def test_a_live_figure_in_a_kernel_is_one_output_that_goes_at_the_end(tmp_path):
+    """In a real kernel: drawn once the file is there, anew in the same place, and a saved notebook has nothing of it left."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    source = f"""
+from pathlib import Path
+import pandas as pd
+from eyas.progress import LiveFigure
+path = Path({str(tmp_path / "t.parquet")!r})
+live = LiveFigure(lambda table: table.plot(), path, every_s=0.0)
+live()
+assert live._handle is None
+pd.DataFrame({{"a": [1, 2]}}).to_parquet(path)
+live()
+first = live._handle.display_id
+live()
+assert live._handle.display_id == first
+"""
+    for last in ("", "live.close()"):
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source + last)])
+        (tmp_path / "t.parquet").unlink(missing_ok=True)
+        NotebookClient(notebook, kernel_name="python3").execute()
+        (output,) = [o for o in notebook.cells[0].outputs if o["output_type"] != "stream"]
+        assert output["output_type"] == "display_data"
+        assert ("image/png" in output["data"]) == (last == "") and (last == "" or output["data"] == {"text/plain": ""})

@@ -5,6 +5,7 @@ subset that it uses; `Config.create(**parameters)` coerces, checks and refuses w
 """
 
 import dataclasses
+import difflib
 import math
 import types
 import typing
@@ -183,7 +184,9 @@ class Config:
         known = {f.name: f for f in dataclasses.fields(cls)}
         unknown = sorted(set(values) - set(known))
         if unknown:
-            raise EyasError(f"unknown setting {', '.join(unknown)}", "one of " + ", ".join(known), "python -m eyas profile --explain")
+            near = [name for wrong in unknown for name in difflib.get_close_matches(wrong, known, n=1)]
+            expected = f"did you mean {', '.join(near)}?" if near else "a setting that there is"
+            raise EyasError(f"unknown setting {', '.join(unknown)}", expected, "python -m eyas profile --explain")
         hints = typing.get_type_hints(cls)
         return cls(**{name: _coerce(name, value, hints[name]) for name, value in values.items()})
 

@@ -377,9 +377,10 @@ class Training:
             from tensorboardX import SummaryWriter
 
             self._board = SummaryWriter(str(self.config.drafter_dir / "tensorboard"), purge_step=self.step + 1)
-        stopped = 0 < self.config.patience <= self.worse
-        with Progress(len(self.steps), "steps") if ranks.RANK == 0 else Silent() as progress:
-            progress.update(samples=self.step)
+        stopped, begun = 0 < self.config.patience <= self.worse, self.step
+        if begun and ranks.RANK == 0:
+            print(f"goes on after optimiser step {begun} of {len(self.steps)}" if begun < len(self.steps) and not stopped else f"trained already, {begun} optimiser steps")
+        with Progress(len(self.steps) - begun, "steps") if ranks.RANK == 0 and begun < len(self.steps) and not stopped else Silent() as progress:
             while self.step < len(self.steps) and not stopped:
                 done = self.optimise()
                 if judged := self.evaluates():
