@@ -38,7 +38,7 @@ VARIANTS = {  # question -> variant -> settings; a list: each is tried, the best
     "mask": {"unaligned": [{"mask_shift": 0}]},
     "mean of the loss": {"over the grid": [{"loss_mean": "grid"}]},
     "draft steps K": {f"{k}": [{"draft_steps": k}] for k in (1, 5, 7)},
-    "weight of step i": {"0.8^i": [{"step_decay": 0.8}]},
+    "weight of step i": {"0.8^i": [{"step_decay": 0.8}], "0.5^i": [{"step_decay": 0.5}]},
     "norm before fc": {"one a boundary": [{"fc_norm": True}, {"fc_norm": True, "learning_rate": 1e-3}]},
     "fed back": {"after the norm": [{"norm_output": True}, {"norm_output": True, "learning_rate": 1e-3}]},
     "initial weights": {"random": [{"initial_weights": "random"}, {"initial_weights": "random", "learning_rate": 4e-3}]},

@@ -216,13 +216,15 @@ def _store_import(args) -> int:
 
 
 def _train(args) -> int:
+    from eyas import ranks
     from eyas.store import Store
     from eyas.target import load_target
     from eyas.train import summary, train
 
     config = _config(args)
     train(config, Store.open(config.store_dir), load_target(config.target))
-    print(summary(config))
+    if ranks.RANK == 0:
+        print(summary(config))
     return 0
 
 
