@@ -77,7 +77,7 @@ def plot_heldout_acceptance(metrics: pd.DataFrame, ax: Axes | None = None) -> Ax
 
 
 def plot_ablations(rows: list[dict], ax: Axes | None = None) -> Axes:
-    """What each variant of training gains or loses in acceptance length against the defaults, with intervals. rows: those of benchmarks/ablations.py."""
+    """What each variant of training gains or loses in acceptance length against the base, with intervals. rows: those of benchmarks/ablations.py."""
     with plt.rc_context(STYLE):
         rows = [row for row in rows if row["difference"]][::-1]
         ax = _axes(ax, height=1.4 + 0.33 * len(rows))
@@ -88,7 +88,7 @@ def plot_ablations(rows: list[dict], ax: Axes | None = None) -> Axes:
             ax.errorbar([value], [y], xerr=_error(np.array([value]), [row["difference"]]), color=colour, fmt="o", capsize=4)
         ax.axvline(0, color="black", linewidth=1)
         ax.set_yticks(range(len(rows)), [f"{row['question']}: {row['variant']}" for row in rows])
-        ax.set(xlabel="difference in held-out acceptance length, paired by prompt", title="Against the defaults (95 % intervals; grey: not clear of zero)", ylim=(-0.7, len(rows) - 0.3))
+        ax.set(xlabel="difference in held-out acceptance length, paired by prompt", title="Against the base (95 % intervals; grey: not clear of zero)", ylim=(-0.7, len(rows) - 0.3))
         ax.grid(axis="y", visible=False)
     return ax
 
