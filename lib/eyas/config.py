@@ -70,7 +70,7 @@ class Config:
     # Drafter and training
     draft_vocab_size: int = _doc(8192, "D, most frequent supervised tokens kept")
     draft_steps: int = _doc(3, "K, training-time-test steps")
-    step_decay: float = _doc(0.8, "weight of step i is step_decay**i; the weights are divided by their sum")
+    step_decay: float = _doc(0.5, "weight of step i is step_decay**i; the weights are divided by their sum")
     epochs: float = _doc(3.0, "passes over the training samples")
     batch_tok: int = _doc(512, "packed tokens of one optimiser step")
     learning_rate: float = _doc(2.0e-3, "peak of the cosine schedule")
