@@ -270,16 +270,18 @@ def config_for(**values) -> Config:
     return Config.create(**{"run_name": "tiny", "boundaries": (2, 3), "threads": 1, "draft_vocab_size": 40, "epochs": 3.0, "batch_tok": 64, "max_length": 512, "without_parity": True, **values})
 
 
-def test_passes_change_nothing(data, store, target):
-    """A step cut into passes is the step: same order of samples, same slots, and weights that differ by rounding alone."""
+@pytest.mark.parametrize("change", [{"pass_tok": 24}, {"threads": 3}, {"pass_tok": 24, "threads": 2}], ids=str)
+def test_passes_and_threads_change_nothing(data, store, target, change):
+    """A step cut into passes is the step: same order of samples, same slots, and weights that differ by rounding alone; threads repeat bit for bit."""
     drafters, tables = [], []
-    for name, pass_tok in (("whole", 0), ("passes", 24)):
-        folder = train(config_for(run_name=name, pass_tok=pass_tok, train_dtype="float32", batch_tok=128), store, target)
+    for name, values in (("whole", {}), ("passes", change), ("again", change)):
+        folder = train(config_for(run_name=name, train_dtype="float32", batch_tok=128, **values), store, target)
         drafters.append(load_drafter(folder, target).state_dict())
         tables.append(pd.read_parquet(folder / "metrics.parquet"))
     assert tables[0]["slots"].equals(tables[1]["slots"]) and tables[0]["tok"].equals(tables[1]["tok"])
     for name, tensor in drafters[0].items():
         torch.testing.assert_close(drafters[1][name], tensor.float(), rtol=1e-3, atol=2e-5, msg=name)
+        assert torch.equal(drafters[1][name], drafters[2][name]), name
 
 
 RANKS = """

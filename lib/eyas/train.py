@@ -3,8 +3,9 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m eyas train --profile demo      # two ranks
 
 What is computed is in `eyas.ttt`; here is the life of a run. An optimiser step takes a pack of whole samples, at most `batch_tok` tokens, in an order that
-is a function of seed and epoch. It may be cut into passes (`pass_tok`) and dealt to ranks: every part counts by the slots of the whole step, so the step is
-the same, to rounding, whatever the passes and ranks. The samples of the next step are read and packed while this one is computed.
+is a function of seed and epoch. It may be cut into passes (`pass_tok`) and dealt to ranks and, on a CPU, to threads: every part counts by the slots of the
+whole step, so the step is the same, to rounding, whatever the passes, ranks and threads. (A drafter's operators are too small for two threads to share
+one: a thread for each half of the step is what uses two cores.) The samples of the next step are read and packed while this one is computed.
 
 Files in the run's drafter folder, each whole or absent:
   checkpoints/step-*.pt   the last few; resume gives bit for bit the weights of an undisturbed run on a CPU. Nothing random happens after the weights are
@@ -131,6 +132,7 @@ class Training:
         if unmasked:
             raise EyasError(f"the loss mask of {len(unmasked)} samples is zero everywhere: {', '.join(unmasked[:3])}", "supervised tokens in each", "python -m eyas verify --repair")
         self.device = torch.device(config.device, ranks.LOCAL_RANK) if config.device == "cuda" else torch.device("cpu")
+        self.threads = config.threads if self.device.type == "cpu" and ranks.WORLD == 1 else 1  # that share a step
         self.dtype, self.loss, self.weights = getattr(torch, config.train_dtype), get_loss(config.loss), step_weights(config.draft_steps, config.step_decay)
         self.boundaries = tuple(sorted({*config.boundaries, target.n_blocks}))
         self.lengths, self.heldout = self.data.lengths("train") | self.data.lengths("heldout"), self.data.samples("heldout")
@@ -158,6 +160,7 @@ class Training:
         self.recent: list[float] = []  # losses of the last batches
         self.best, self.worse = -math.inf, 0  # the longest held-out acceptance, and how many evaluations since were no better
         self._ahead, self._next = ThreadPoolExecutor(1, thread_name_prefix="read"), None
+        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="pass", initializer=torch.set_flush_denormal, initargs=(True,))
         self._written_s, self._board = 0.0, None
 
     def _last_rms(self, keys: list[str]) -> float:
@@ -180,7 +183,7 @@ class Training:
         """This rank's part of optimiser step `step`. EyasError where nothing in it is supervised."""
         config, (epoch, ids) = self.config, self.steps[step]
         tok = sum(self.lengths[id] for id in ids)
-        n_passes = math.ceil(tok / (config.pass_tok * ranks.WORLD)) if config.pass_tok else 1
+        n_passes = math.ceil(tok / (config.pass_tok * ranks.WORLD)) if config.pass_tok else min(self.threads, len(ids))
         parts = deal(ids, self.lengths, n_passes * ranks.WORLD) if n_passes * ranks.WORLD > 1 else [ids]
         slots = {id: slots_of(*text, self.vocab, config.draft_steps, config.mask_shift) for id, *text in self.data.texts(list(dict.fromkeys(ids)))}
         counts = [sum(column) for column in zip(*(slots[id].counts(config.draft_steps) for id in ids))]
@@ -231,15 +234,28 @@ class Training:
 
     def _passes(self, work: Work) -> tuple[list[list[float]], int]:
         """Gradients of the whole step; gives its loss, hits and slots by draft step, and its response tokens, over all ranks."""
-        k, flat = self.config.draft_steps, None
-        for n, (batch, weights) in enumerate(work.passes, start=1):
-            with ranks.gradients(self.model, summed=n == len(work.passes)):
-                total, losses = self.model(batch, self.teacher, self.loss, weights, work.counts)
-                (total * ranks.WORLD).backward()  # DDP and FSDP2 average
-            counted = [*losses.loss, *losses.hits, *losses.slots, len(batch.active)] if any(weights) else [0.0] * (3 * k + 1)
-            flat = counted if flat is None else [a + b for a, b in zip(flat, counted)]
+        k = self.config.draft_steps
+        if self.threads > 1:
+            parts = list(self._pool.map(lambda one: self._pass(work, *one), work.passes))
+            for p, *grads in zip(self.trained.values(), *(grads for _, grads in parts)):
+                p.grad = sum(grads[1:], start=grads[0])  # in the order of the passes, whichever thread was first
+            counted = [losses for (losses, _), (_, weights) in zip(parts, work.passes) if any(weights)]
+        else:
+            counted = []
+            for n, (batch, weights) in enumerate(work.passes, start=1):
+                with ranks.gradients(self.model, summed=n == len(work.passes)):
+                    total, losses = self.model(batch, self.teacher, self.loss, weights, work.counts)
+                    (total * ranks.WORLD).backward()  # DDP and FSDP2 average
+                if any(weights):
+                    counted.append((losses, len(batch.active)))
+        flat = [sum(column) for column in zip([0.0] * (3 * k + 1), *((*losses.loss, *losses.hits, *losses.slots, tok) for losses, tok in counted))]
         *flat, tok = ranks.total(flat)
         return [flat[:k], flat[k : 2 * k], flat[2 * k :]], int(tok)
+
+    def _pass(self, work: Work, batch: Batch, weights: list[float]) -> tuple[tuple, tuple[torch.Tensor, ...]]:
+        """One pass in a thread of its own: (losses, response tokens), and the gradients, which no other thread adds to."""
+        total, losses = self.model(batch, self.teacher, self.loss, weights, work.counts)
+        return (losses, len(batch.active)), torch.autograd.grad(total, list(self.trained.values()))
 
     def _check(self, work: Work, loss: float, norm: torch.Tensor) -> None:
         ratio = self.config.spike_ratio
@@ -407,7 +423,8 @@ class Training:
             save_drafter(drafter, self.config.drafter_dir, self.record | {"steps": self.step, "heldout_acceptance_length": length})
 
     def close(self) -> None:
-        self._ahead.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._ahead, self._pool):
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 class Silent:
@@ -431,7 +448,7 @@ def train(config: Config, store, target: Target, on_step=None) -> Path:
     jumps; a step without a supervised slot; no memory left.
     """
     torch.set_flush_denormal(True)  # Adam's moments of rare tokens fade into denormal numbers
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(1 if config.device == "cpu" and ranks.WORLD == 1 else config.threads)  # the threads share a step, not an operator
     with ranks.group(torch.device(config.device)):
         training = Training(config, store, target)
         try:
