@@ -276,7 +276,8 @@ def _last_started_cell(output: Path) -> dict:
     for number, cell in enumerate(cells, 1):
         if cell["cell_type"] == "code" and cell["metadata"].get("papermill", {}).get("start_time"):
             lines = [line for line in "".join(cell["source"]).splitlines() if line.strip()]
-            said = [out["data"]["text/plain"] if "data" in out else out.get("text", "") for out in cell["outputs"] if "text/plain" in out.get("data", {}) or "text" in out]
+            # a line of text alone: figures and tables have a text/plain too, which says nothing
+            said = [out["data"]["text/plain"] if "data" in out else out["text"] for out in cell["outputs"] if set(out.get("data", {})) == {"text/plain"} or "text" in out]
             place |= {"cell": number, "source": (lines or [""])[0][:120], "said": "".join(said[-1] if said else "").strip().split("\n")[-1]}
     place["cells"] = len(cells)
     return place
