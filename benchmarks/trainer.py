@@ -164,6 +164,9 @@ def print_time(dtype: str, found: dict, steps: int) -> None:
         print(f"| {part} | {part_s / wall_s:.0%} | {', '.join(f'{name} {s / wall_s:.0%}' for name, s in largest)} |")
     print(f"| outside of operators: the store, Python | {1 - sum(s for s, _ in operators.values()) / wall_s:.0%} | |")
     step_s, gflop, gflops = statistics.mean(found["seconds"]["ours"]) / steps, found["flops"] / steps / 1e9, statistics.median(found["gflops"])
+    if not gflop:
+        print(f"\n{dtype}: torch counts the operations of its main thread alone; the distance from the bound is shown with --threads 1")
+        return
     bound_s = gflop / gflops
     print(f"\n{dtype}: {gflop:,.1f} GFLOP a step in matrix products, {gflops:,.0f} GFLOPS in large {dtype} products here: "
           f"{1000 * bound_s:,.0f} ms of the {1000 * step_s:,.0f} ms that a step takes ({bound_s / step_s:.0%} of the bound)")

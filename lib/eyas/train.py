@@ -157,6 +157,10 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.trained.values(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self.teacher = Teacher(self.data.head().to(self.device), vocab, self.dtype, self.loss.whole_vocab)
         self.vocab, self.step, self.rows = vocab, 0, []
+        self.slots = {}  # id -> (supervised slots of each draft step, packed rows)
+        for id, *text in self.data.texts(list(rows["key"])):
+            slots = slots_of(*text, vocab, config.draft_steps, config.mask_shift)
+            self.slots[id] = slots.counts(config.draft_steps), slots.n
         self.recent: list[float] = []  # losses of the last batches
         self.best, self.worse = -math.inf, 0  # the longest held-out acceptance, and how many evaluations since were no better
         self._ahead, self._next = ThreadPoolExecutor(1, thread_name_prefix="read"), None
@@ -185,13 +189,12 @@ class Training:
         tok = sum(self.lengths[id] for id in ids)
         n_passes = math.ceil(tok / (config.pass_tok * ranks.WORLD)) if config.pass_tok else min(self.threads, len(ids))
         parts = deal(ids, self.lengths, n_passes * ranks.WORLD) if n_passes * ranks.WORLD > 1 else [ids]
-        slots = {id: slots_of(*text, self.vocab, config.draft_steps, config.mask_shift) for id, *text in self.data.texts(list(dict.fromkeys(ids)))}
-        counts = [sum(column) for column in zip(*(slots[id].counts(config.draft_steps) for id in ids))]
+        counts = [sum(column) for column in zip(*(self.slots[id][0] for id in ids))]
         if counts[0] == 0:
             raise EyasError(f"optimiser step {step + 1} has no supervised slot: samples {', '.join(ids)}", "answers of two tokens or more, with tokens of the draft vocabulary",
                             "python -m eyas verify, or a larger draft_vocab_size")
         if config.loss_mean == "grid":
-            counts = [sum(slots[id].n for id in ids)] * config.draft_steps
+            counts = [sum(self.slots[id][1] for id in ids)] * config.draft_steps
         passes = []
         for part in parts[ranks.RANK :: ranks.WORLD]:
             batch = self.read(part or [min(ids, key=self.lengths.get)])  # a rank without a sample of its own still has to be there, with weight 0
