@@ -568,7 +568,7 @@ def _manifest(path: Path, answered: list[Conversation], done: dict, settings: di
         "sha256": sha256_file(path),
         "what": "conversations made from this repository's own topics and phrasings; the assistant's turns are the target's own, greedy",
         "licence": "Apache-2.0 (prompts: this repository; responses: made with the target named below)",
-        "make_again": ["python -m eyas server up --profile demo", "python -m eyas prompts generate --profile demo"],
+        "make_again": ["python -m eyas server up --profile demo", f"python -m eyas prompts generate --profile demo -p prompt_set data_manifests/{path.name}"],
         "conversations": {"total": len(answered), **Counter(c.split for c in answered)},
         "categories": {name: dict(Counter(c.split for c in answered if c.category == name)) for name in sorted({c.category for c in answered})},
         "responses": {
