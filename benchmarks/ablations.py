@@ -30,7 +30,7 @@ from eyas.train import SETTINGS, train
 from eyas.walk import walk
 
 sys.path.insert(0, str(Path(__file__).parent))
-from contestants import add_arguments, choose, load, part
+from contestants import add_arguments, choose, length, load, part
 
 DRAFT_LENGTH = 5  # of the walk, for every variant: what K is worth shows in the later drafts
 VARIANTS = {  # question -> variant -> settings; a list: each is tried, the best with seed 0 goes on
@@ -125,11 +125,6 @@ def result(out: Path, values: dict, settings: dict, seed: int, ids: list[str]) -
     write_json(path, described | {"train_s": train_s, "counts": counts.to_dict("list")})
     print(f"{settings or BASE}, seed {seed}: {length(counts):.3f}; {train_s:.0f} s and {time.perf_counter() - started_s - train_s:.0f} s", flush=True)
     return counts
-
-
-def length(counts: pd.DataFrame) -> float:
-    """Acceptance length, bonus token included."""
-    return 1 + counts["accepted"].sum() / counts["verify_steps"].sum()
 
 
 if __name__ == "__main__":

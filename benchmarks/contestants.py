@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import pandas as pd
 import torch
 
 from eyas.config import Config
@@ -64,6 +65,11 @@ def choose(store: Store, column: str, tok: int, seed: int = 0) -> list[str]:
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).numpy()
     rows = rows.iloc[order]
     return list(rows["id"][rows[column].cumsum() - rows[column] < tok])
+
+
+def length(counts: pd.DataFrame) -> float:
+    """Acceptance length, bonus token included, of a table of the walk."""
+    return 1 + counts["accepted"].sum() / counts["verify_steps"].sum()
 
 
 def available(kinds: list[str]) -> list[str]:

@@ -35,7 +35,7 @@ from eyas.vocab import DraftVocab
 from eyas.walk import walk
 
 sys.path.insert(0, str(Path(__file__).parent))
-from contestants import PEERS, Contestant, Data, add_arguments, available, choose, load
+from contestants import PEERS, Contestant, Data, add_arguments, available, choose, length, load
 
 DRAFT_LENGTH = 3
 TOLERANCE = 1e-4  # of logits, relative to the largest
@@ -177,11 +177,6 @@ def ours(config, data: Data) -> tuple[Drafter, float]:
     finally:
         os.environ.pop("EYAS_DATA") if before is None else os.environ.update(EYAS_DATA=before)
     return drafter, train_s
-
-
-def length(counts: pd.DataFrame) -> float:
-    """Acceptance length, bonus token included."""
-    return 1 + counts["accepted"].sum() / counts["verify_steps"].sum()
 
 
 def pooled(results: dict, name: str, rate: float) -> tuple[np.ndarray, np.ndarray]:
