@@ -26,7 +26,7 @@ from eyas.store import Rows, Store
 from eyas.target import load_target
 from eyas.losses import LOSSES
 from eyas.target import Head
-from eyas.train import Training, plan, schedule, train
+from eyas.train import Training, deal, plan, schedule, train
 from eyas.files import code_version
 from eyas.ttt import Teacher, batch_loss, pack, step_weights
 from eyas.walk import walk
@@ -191,6 +191,35 @@ def test_attention_without_the_fused_kernel_is_the_same(monkeypatch):
     assert plain[1] == pytest.approx(fused[1], abs=1e-9)
     for name, grad in fused[-1].items():
         torch.testing.assert_close(plain[-1][name], grad, rtol=0, atol=1e-9, msg=name)
+
+
+def test_parts_have_equal_shares_of_the_active_slots():
+    """Five samples, one of them twice as a mix of stores can have it: every slot in one part, and as many in each."""
+    sizes = [("a", 5), ("b", 11), ("a", 5), ("c", 1), ("d", 8)]
+    for n in (1, 2, 3, 7):
+        parts = deal(sizes, n)
+        assert max(shares := [sum(share.stop - share.start for _, share in part) for part in parts]) - min(shares) <= 1 and len(parts) == n
+        slots = [(id, slot) for part in parts for id, share in part for slot in range(share.start, share.stop)]
+        assert sorted(slots) == sorted((id, slot) for id, size in sizes for slot in range(size))
+    assert deal([("a", 1)], 2)[0] == [] or deal([("a", 1)], 2)[1] == []
+
+
+@pytest.mark.parametrize("n_steps", [1, 3])
+def test_a_sample_that_is_cut_gives_what_it_gives_whole(n_steps):
+    """Each part of a sample learns from its share of the active slots, with all keys: losses and gradients add up."""
+    samples = {str(i): make_sample(mask, seed=i) for i, mask in enumerate(MASKS["packed"])}
+    head, found = make_head(), []
+    for cuts in ([slice(None)], [slice(0, 2), slice(2, None)]):
+        drafter, total, slots = make_drafter(), 0.0, 0
+        for share in cuts:
+            batch = pack(list(samples.items()), BOUNDARIES, drafter.vocab, n_steps, torch.float64, shares=[share] * len(samples))
+            losses = batch_loss(drafter, batch, Teacher(head, drafter.vocab, torch.float64), LOSSES["kl"], step_weights(n_steps, 0.8), [10] * n_steps)
+            losses.total.backward()
+            total, slots = total + float(losses.total.detach()), slots + sum(losses.slots)
+        found.append((total, slots, {name: p.grad for name, p in drafter.named_parameters() if p.requires_grad}))
+    assert found[0][:2] == pytest.approx(found[1][:2], abs=1e-9)
+    for name, grad in found[0][2].items():
+        torch.testing.assert_close(found[1][2][name], grad, rtol=0, atol=1e-9, msg=name)
 
 
 def test_order_and_packing_change_nothing():

@@ -94,9 +94,6 @@ class Mixture:
     def category(self, key: str) -> str:
         return self._categories[key]
 
-    def weight(self, key: str) -> float:
-        return self._weights[key.rpartition("/")[0]]
-
     def read(self, key: str, boundaries: tuple[int, ...] | None = None) -> dict:
         """As `Store.read`; None: the boundaries that all stores have."""
         prefix, _, id = key.rpartition("/")

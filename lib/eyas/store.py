@@ -209,8 +209,8 @@ class Store:
         """The tensors of an index row as they lie in its shard."""
         shard = self._shards.get(row["shard"])
         if shard is None:
-            if len(self._shards) >= OPEN_SHARDS:
-                self._shards.pop(next(iter(self._shards)), None)  # what was read of it counts as this process's memory for as long as it is mapped
+            if len(opened := list(self._shards)) >= OPEN_SHARDS:  # a copy: several threads read
+                self._shards.pop(opened[0], None)  # what was read of it counts as this process's memory for as long as it is mapped
             shard = self._shards[row["shard"]] = safe_open(self.folder / "shards" / row["shard"], framework="pt")
         span = slice(int(row["offset"]), int(row["offset"] + row["length"]))
         names = tensor_names(self.boundaries if boundaries is None else boundaries, self.manifest["dtype"])

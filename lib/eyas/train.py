@@ -3,9 +3,9 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m eyas train --profile demo      # two ranks
 
 What is computed is in `eyas.ttt`; here is the life of a run. An optimiser step takes a pack of whole samples, at most `batch_tok` tokens, in an order that
-is a function of seed and epoch. It may be cut into passes (`pass_tok`) and dealt to ranks and, on a CPU, to threads: every part counts by the slots of the
-whole step, so the step is the same, to rounding, whatever the passes, ranks and threads. (A drafter's operators are too small for two threads to share
-one: a thread for each half of the step is what uses two cores.) The samples of the next step are read and packed while this one is computed.
+is a function of seed and epoch. Its slots may be cut into passes (`pass_tok`) and dealt to ranks and, on a CPU, to threads: every part counts by the slots of
+the whole step, so the step is the same, to rounding, whatever the passes, ranks and threads. (A drafter's operators are too small for two threads to share
+one: a thread for each half of the slots is what uses two cores.) The samples of the next step are read and packed while this one is computed.
 
 Files in the run's drafter folder, each whole or absent:
   checkpoints/step-*.pt   the last few; resume gives bit for bit the weights of an undisturbed run on a CPU. Nothing random happens after the weights are
@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -78,14 +79,28 @@ def plan(lengths: dict[str, int], epochs: float, batch_tok: int, seed: int, orde
     return steps
 
 
-def deal(ids: list[str], lengths: dict[str, int], n: int) -> list[list[str]]:
-    """n parts of about the same number of tokens, each at least as long as the shortest sample allows; a part may be empty."""
-    parts, sizes = [[] for _ in range(n)], [0] * n
-    for id in sorted(ids, key=lambda id: -lengths[id]):
-        at = sizes.index(min(sizes))
-        parts[at].append(id)
-        sizes[at] += lengths[id]
+def deal(sizes: list[tuple[str, int]], n: int) -> list[list[tuple[str, slice]]]:
+    """n parts with the same number of active slots, give or take one: (id, which of its active slots) each. `sizes`: id and active slots of each sample.
+
+    A sample may be cut: its slots are computed in both parts, each learning from its own share of the active ones. Whole samples would leave
+    a thread waiting for the other for a fifth of the time, since a step has but a few.
+    """
+    parts, total, at = [[] for _ in range(n)], sum(size for _, size in sizes), 0
+    ends = [round(total * part / n) for part in range(n + 1)]
+    for id, size in sizes:
+        for part, (start, end) in enumerate(zip(ends, ends[1:])):
+            if max(start, at) < min(end, at + size):
+                parts[part].append((id, slice(max(start, at) - at, min(end, at + size) - at)))
+        at += size
     return parts
+
+
+class Size(NamedTuple):
+    """Of a sample: active slots, supervised ones by draft step, and packed rows."""
+
+    active: int
+    supervised: list[int]
+    packed: int
 
 
 class Model(nn.Module):
@@ -157,14 +172,14 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.trained.values(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self.teacher = Teacher(self.data.head().to(self.device), vocab, self.dtype, self.loss.whole_vocab)
         self.vocab, self.step, self.rows = vocab, 0, []
-        self.slots = {}  # id -> (supervised slots of each draft step, packed rows)
+        self.slots: dict[str, Size] = {}
         for id, *text in self.data.texts(list(rows["key"])):
             slots = slots_of(*text, vocab, config.draft_steps, config.mask_shift)
-            self.slots[id] = slots.counts(config.draft_steps), slots.n
+            self.slots[id] = Size(len(slots.active), slots.counts(config.draft_steps), slots.n)
         self.recent: list[float] = []  # losses of the last batches
         self.best, self.worse = -math.inf, 0  # the longest held-out acceptance, and how many evaluations since were no better
         self._ahead, self._next = ThreadPoolExecutor(1, thread_name_prefix="read"), None
-        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="pass", initializer=torch.set_flush_denormal, initargs=(True,))
+        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="pass", initializer=_alone)
         self._written_s, self._board = 0.0, None
 
     def _last_rms(self, keys: list[str]) -> float:
@@ -179,26 +194,26 @@ class Training:
 
     # ---- what a step works on
 
-    def read(self, keys: list[str]) -> Batch:
+    def read(self, keys: list[str], shares: list[slice] | None = None) -> Batch:
         samples = [(key, self.data.read(key, self.boundaries)) for key in keys]
-        return pack(samples, self.config.boundaries, self.vocab, self.config.draft_steps, self.dtype, self.config.mask_shift)
+        return pack(samples, self.config.boundaries, self.vocab, self.config.draft_steps, self.dtype, self.config.mask_shift, shares)
 
     def work(self, step: int) -> Work:
         """This rank's part of optimiser step `step`. EyasError where nothing in it is supervised."""
         config, (epoch, ids) = self.config, self.steps[step]
         tok = sum(self.lengths[id] for id in ids)
-        n_passes = math.ceil(tok / (config.pass_tok * ranks.WORLD)) if config.pass_tok else min(self.threads, len(ids))
-        parts = deal(ids, self.lengths, n_passes * ranks.WORLD) if n_passes * ranks.WORLD > 1 else [ids]
-        counts = [sum(column) for column in zip(*(self.slots[id][0] for id in ids))]
+        n_passes = math.ceil(tok / (config.pass_tok * ranks.WORLD)) if config.pass_tok else self.threads
+        parts = deal([(id, self.slots[id].active) for id in ids], n_passes * ranks.WORLD)
+        counts = [sum(column) for column in zip(*(self.slots[id].supervised for id in ids))]
         if counts[0] == 0:
             raise EyasError(f"optimiser step {step + 1} has no supervised slot: samples {', '.join(ids)}", "answers of two tokens or more, with tokens of the draft vocabulary",
                             "python -m eyas verify, or a larger draft_vocab_size")
         if config.loss_mean == "grid":
-            counts = [sum(self.slots[id][1] for id in ids)] * config.draft_steps
+            counts = [sum(self.slots[id].packed for id in ids)] * config.draft_steps
         passes = []
         for part in parts[ranks.RANK :: ranks.WORLD]:
-            batch = self.read(part or [min(ids, key=self.lengths.get)])  # a rank without a sample of its own still has to be there, with weight 0
-            passes.append((batch.to(self.device), [weight if part else 0.0 for weight in self.weights]))
+            keys, shares = zip(*(part or [(min(ids, key=self.lengths.get), slice(None))]))  # a rank without a slot of its own still has to be there, with weight 0
+            passes.append((self.read(list(keys), list(shares)).to(self.device), [weight if part else 0.0 for weight in self.weights]))
         return Work(epoch, ids, passes, counts)
 
     def _take(self) -> Work:
@@ -240,8 +255,10 @@ class Training:
         k = self.config.draft_steps
         if self.threads > 1:
             parts = list(self._pool.map(lambda one: self._pass(work, *one), work.passes))
-            for p, *grads in zip(self.trained.values(), *(grads for _, grads in parts)):
-                p.grad = sum(grads[1:], start=grads[0])  # in the order of the passes, whichever thread was first
+            for p, first, *others in zip(self.trained.values(), *(grads for _, grads in parts)):
+                for other in others:  # in the order of the passes, whichever thread was first
+                    first += other
+                p.grad = first
             counted = [losses for (losses, _), (_, weights) in zip(parts, work.passes) if any(weights)]
         else:
             counted = []
@@ -294,7 +311,7 @@ class Training:
                     losses = batch_loss(drafter, batch, self.teacher, self.loss, self.weights)
                     tok += len(batch.active)
                     sums = [[a + b for a, b in zip(total, part)] for total, part in zip(sums, (losses.loss, losses.hits, losses.slots))]
-                counts = walk(drafter, self.data, self.heldout, k)
+                counts = pd.concat(self._pool.map(lambda ids: walk(drafter, self.data, ids, k), [self.heldout[n :: self.threads] for n in range(min(self.threads, len(self.heldout)))]))
             length = float(counts["accepted"].sum() / counts["verify_steps"].sum() + 1)
             self._note(self.steps[self.step - 1][0], "heldout", *sums, tok, time.perf_counter() - started_s, length)
             if length > self.best:
@@ -430,6 +447,12 @@ class Training:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _alone() -> None:
+    """A thread that shares a step has its operators for itself."""
+    torch.set_flush_denormal(True)
+    torch.set_num_threads(1)
+
+
 class Silent:
     """In the place of Progress on the ranks that say nothing."""
 
@@ -451,7 +474,7 @@ def train(config: Config, store, target: Target, on_step=None) -> Path:
     jumps; a step without a supervised slot; no memory left.
     """
     torch.set_flush_denormal(True)  # Adam's moments of rare tokens fade into denormal numbers
-    torch.set_num_threads(1 if config.device == "cpu" and ranks.WORLD == 1 else config.threads)  # the threads share a step, not an operator
+    torch.set_num_threads(config.threads)
     with ranks.group(torch.device(config.device)):
         training = Training(config, store, target)
         try:
