@@ -176,11 +176,10 @@ class Store:
 
     def texts(self, ids: list[str]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """(id, input_ids int64 [T], loss_mask bool [T]) of each of these samples, shard by shard: of each just ids and masks are read, once. Errors as in `read`."""
-        rows = self.index.iloc[[self._place(id) for id in ids]]
-        for row in rows[rows["state"] != "extracted"].to_dict("records"):
-            self._extracted(row)
-        for _, members in rows.groupby("shard", sort=False):
-            members = members.to_dict("records")
+        by_shard: dict[str, list[dict]] = {}
+        for row in self.index.iloc[[self._place(id) for id in ids]].to_dict("records"):
+            by_shard.setdefault(self._extracted(row)["shard"], []).append(row)
+        for members in by_shard.values():
             start, end = min(row["offset"] for row in members), max(row["offset"] + row["length"] for row in members)
             stored = self._readable({"shard": members[0]["shard"], "offset": start, "length": end - start}, members[0], ())
             for row in members:

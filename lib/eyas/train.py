@@ -41,7 +41,7 @@ from eyas.losses import get_loss
 from eyas.mixture import Mixture, shuffled
 from eyas.progress import Progress
 from eyas.target import Target
-from eyas.ttt import Batch, Teacher, batch_loss, pack, slots_of, step_weights
+from eyas.ttt import Batch, Losses, Teacher, batch_loss, pack, slots_of, step_weights
 from eyas.vocab import choose_vocab, count_tokens, coverage
 from eyas.walk import walk
 
@@ -93,6 +93,16 @@ def deal(sizes: list[tuple[str, int]], n: int) -> list[list[tuple[str, slice]]]:
                 parts[part].append((id, slice(max(start, at) - at, min(end, at + size) - at)))
         at += size
     return parts
+
+
+def share(weights: list[torch.Tensor], n: int) -> list[list[torch.Tensor]]:
+    """At most n groups of about the same size, for a thread each."""
+    groups, sizes = [[] for _ in range(min(n, len(weights)))], [0] * n
+    for weight in sorted(weights, key=torch.numel, reverse=True):
+        at = sizes.index(min(sizes[: len(groups)]))
+        groups[at].append(weight)
+        sizes[at] += weight.numel()
+    return groups
 
 
 class Size(NamedTuple):
@@ -169,13 +179,11 @@ class Training:
         self.drafter = initial_drafter(shape, vocab, target, config.seed, config.initial_weights == "target", self._last_rms(list(rows["key"]))).to(self.device)
         self.model = ranks.wrap(Model(self.drafter), config.parallel, self.device)
         self.trained = {name: p for name, p in self.drafter.named_parameters() if p.requires_grad}
-        self.optimizer = torch.optim.AdamW(self.trained.values(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        self.shares = share(list(self.trained.values()), self.threads)
+        self.optimizers = [torch.optim.AdamW(weights, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True) for weights in self.shares]
         self.teacher = Teacher(self.data.head().to(self.device), vocab, self.dtype, self.loss.whole_vocab)
         self.vocab, self.step, self.rows = vocab, 0, []
-        self.slots: dict[str, Size] = {}
-        for id, *text in self.data.texts(list(rows["key"])):
-            slots = slots_of(*text, vocab, config.draft_steps, config.mask_shift)
-            self.slots[id] = Size(len(slots.active), slots.counts(config.draft_steps), slots.n)
+        self.sizes: dict[str, Size] = {}  # of the samples that were asked for
         self.recent: list[float] = []  # losses of the last batches
         self.best, self.worse = -math.inf, 0  # the longest held-out acceptance, and how many evaluations since were no better
         self._ahead, self._next = ThreadPoolExecutor(1, thread_name_prefix="read"), None
@@ -198,18 +206,26 @@ class Training:
         samples = [(key, self.data.read(key, self.boundaries)) for key in keys]
         return pack(samples, self.config.boundaries, self.vocab, self.config.draft_steps, self.dtype, self.config.mask_shift, shares)
 
+    def sizes_of(self, keys: list[str]) -> list[Size]:
+        """Of these samples; a mask is read when its sample is due for the first time, so that a run begins at once."""
+        for key, *text in self.data.texts([key for key in dict.fromkeys(keys) if key not in self.sizes]):
+            slots = slots_of(*text, self.vocab, self.config.draft_steps, self.config.mask_shift)
+            self.sizes[key] = Size(len(slots.active), slots.counts(self.config.draft_steps), slots.n)
+        return [self.sizes[key] for key in keys]
+
     def work(self, step: int) -> Work:
         """This rank's part of optimiser step `step`. EyasError where nothing in it is supervised."""
         config, (epoch, ids) = self.config, self.steps[step]
         tok = sum(self.lengths[id] for id in ids)
         n_passes = math.ceil(tok / (config.pass_tok * ranks.WORLD)) if config.pass_tok else self.threads
-        parts = deal([(id, self.slots[id].active) for id in ids], n_passes * ranks.WORLD)
-        counts = [sum(column) for column in zip(*(self.slots[id].supervised for id in ids))]
+        sizes = self.sizes_of(ids)
+        parts = deal([(id, size.active) for id, size in zip(ids, sizes)], n_passes * ranks.WORLD)
+        counts = [sum(column) for column in zip(*(size.supervised for size in sizes))]
         if counts[0] == 0:
             raise EyasError(f"optimiser step {step + 1} has no supervised slot: samples {', '.join(ids)}", "answers of two tokens or more, with tokens of the draft vocabulary",
                             "python -m eyas verify, or a larger draft_vocab_size")
         if config.loss_mean == "grid":
-            counts = [sum(self.slots[id].packed for id in ids)] * config.draft_steps
+            counts = [sum(size.packed for size in sizes)] * config.draft_steps
         passes = []
         for part in parts[ranks.RANK :: ranks.WORLD]:
             keys, shares = zip(*(part or [(min(ids, key=self.lengths.get), slice(None))]))  # a rank without a slot of its own still has to be there, with weight 0
@@ -230,35 +246,54 @@ class Training:
         work = self._take()
         try:
             sums, tok = self._passes(work)
-            norm = ranks.whole(nn.utils.get_total_norm([p.grad for p in self.trained.values()]))
+            norm = torch.linalg.vector_norm(torch.stack(self._each(lambda weights: ranks.whole(nn.utils.get_total_norm([p.grad for p in weights])), self.shares)))
             loss = sum(weight * part / max(n, 1) for weight, part, n in zip(self.weights, sums[0], work.counts))
             self._check(work, loss, norm)
-            if norm > CLIP_NORM:
-                nn.utils.clip_grads_with_norm_(self.trained.values(), CLIP_NORM, norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.config.learning_rate * schedule(self.step, len(self.steps), round(len(self.steps) * self.config.warmup_ratio))
-            self.optimizer.step()
+            self._each(self._update, self.optimizers, [norm] * len(self.optimizers))
         except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError) and not re.search("can't allocate memory|not enough memory", str(error)):
                 raise
             n = max(len(batch.tokens) for batch, _ in work.passes)
             raise EyasError(f"memory ran out in optimiser step {self.step + 1}: {n:,} packed tokens in one pass, draft vocabulary {self.config.draft_vocab_size:,}, {self.config.draft_steps} draft steps",
                             "passes that fit", f"-p pass_tok {max(64, n // 2)}, which changes no result; then a smaller draft_vocab_size or draft_steps") from None
-        self.optimizer.zero_grad(set_to_none=True)
+        for p in self.trained.values():
+            p.grad = None
         self.step += 1
         self.recent = [*self.recent[1 - RECENT :], loss]
         self._note(work.epoch, "train", *sums, tok, time.perf_counter() - started_s)
         return {"step": self.step, "loss": loss, "tok": tok}
 
+    def _each(self, work: Callable, *columns: list) -> list:
+        """work(...) for each row of the columns, in threads where several share a step."""
+        return list((self._pool.map if self.threads > 1 else map)(work, *columns))
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the step at hand."""
+        return self.config.learning_rate * schedule(self.step, len(self.steps), round(len(self.steps) * self.config.warmup_ratio))
+
+    def _update(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
+        """In a thread of its own: clip the gradients of some weights, and change these."""
+        (group,) = optimizer.param_groups
+        if norm > CLIP_NORM:
+            nn.utils.clip_grads_with_norm_(group["params"], CLIP_NORM, norm)
+        group["lr"] = self.learning_rate
+        optimizer.step()
+
     def _passes(self, work: Work) -> tuple[list[list[float]], int]:
         """Gradients of the whole step; gives its loss, hits and slots by draft step, and its response tokens, over all ranks."""
         k = self.config.draft_steps
         if self.threads > 1:
-            parts = list(self._pool.map(lambda one: self._pass(work, *one), work.passes))
-            for p, first, *others in zip(self.trained.values(), *(grads for _, grads in parts)):
-                for other in others:  # in the order of the passes, whichever thread was first
-                    first += other
-                p.grad = first
+            parts = self._each(lambda one: self._pass(work, *one), work.passes)
+            grads = {p: of_passes for p, *of_passes in zip(self.trained.values(), *(grads for _, grads in parts))}
+
+            def add_up(weights):
+                for p in weights:
+                    for other in grads[p][1:]:  # in the order of the passes, whichever thread was first
+                        grads[p][0] += other
+                    p.grad = grads[p][0]
+
+            self._each(add_up, self.shares)
             counted = [losses for (losses, _), (_, weights) in zip(parts, work.passes) if any(weights)]
         else:
             counted = []
@@ -303,15 +338,10 @@ class Training:
         """Loss, accuracy and acceptance on the held-out samples, added to the metrics; the best drafter is kept. Is it time to stop?"""
         drafter, stop = self._whole_drafter(), False
         if self.heldout and ranks.RANK == 0:
-            started_s, tok, k = time.perf_counter(), 0, self.config.draft_steps
-            sums = [[0.0] * k, [0] * k, [0] * k]
-            with torch.no_grad():
-                for start in range(0, len(self.heldout), 8):
-                    batch = self.read(self.heldout[start : start + 8]).to(self.device)
-                    losses = batch_loss(drafter, batch, self.teacher, self.loss, self.weights)
-                    tok += len(batch.active)
-                    sums = [[a + b for a, b in zip(total, part)] for total, part in zip(sums, (losses.loss, losses.hits, losses.slots))]
-                counts = pd.concat(self._pool.map(lambda ids: walk(drafter, self.data, ids, k), [self.heldout[n :: self.threads] for n in range(min(self.threads, len(self.heldout)))]))
+            started_s, k = time.perf_counter(), self.config.draft_steps
+            judged = self._each(lambda ids: self._judge(drafter, ids), [self.heldout[start : start + 8] for start in range(0, len(self.heldout), 8)])
+            sums = [[sum(column) for column in zip(*parts)] for parts in zip(*((losses.loss, losses.hits, losses.slots) for losses, _, _ in judged))]
+            tok, counts = sum(tok for _, tok, _ in judged), pd.concat(counts for _, _, counts in judged)
             length = float(counts["accepted"].sum() / counts["verify_steps"].sum() + 1)
             self._note(self.steps[self.step - 1][0], "heldout", *sums, tok, time.perf_counter() - started_s, length)
             if length > self.best:
@@ -321,6 +351,12 @@ class Training:
                 self.worse += 1
             stop = 0 < self.config.patience <= self.worse
         return ranks.agree(stop)
+
+    @torch.no_grad()
+    def _judge(self, drafter: Drafter, keys: list[str]) -> tuple[Losses, int, pd.DataFrame]:
+        """In a thread of its own: losses, response tokens and the walk's counts of some held-out samples."""
+        batch = self.read(keys).to(self.device)
+        return batch_loss(drafter, batch, self.teacher, self.loss, self.weights), len(batch.active), walk(drafter, self.data, keys, self.config.draft_steps)
 
     def _whole_drafter(self) -> Drafter:
         """The drafter with all its weights, on every rank that asks (all have to)."""
@@ -347,7 +383,7 @@ class Training:
             for s, row in enumerate(self.rows[-len(slots) :]):
                 for name in ("loss", "accuracy"):
                     self._board.add_scalar(f"{split}/{name}/draft_step_{s}", row[name], self.step)
-            for name, value in ((f"{split}/tok_per_s", tok / seconds), (f"{split}/acceptance_length", length), ("learning_rate", self.optimizer.param_groups[0]["lr"])):
+            for name, value in ((f"{split}/tok_per_s", tok / seconds), (f"{split}/acceptance_length", length), ("learning_rate", self.optimizers[0].param_groups[0]["lr"])):
                 if not math.isnan(value):
                     self._board.add_scalar(name, value, self.step)
 
@@ -366,7 +402,8 @@ class Training:
     def save(self) -> None:
         """The metrics, then the checkpoint that counts them; older ones go."""
         weights = {name: ranks.whole(p).cpu() for name, p in self.trained.items()}
-        moments = {name: {key: ranks.whole(value).cpu() for key, value in self.optimizer.state[p].items()} for name, p in self.trained.items()}
+        state_of = {p: optimizer.state[p] for optimizer, weights in zip(self.optimizers, self.shares) for p in weights}
+        moments = {name: {key: ranks.whole(value).cpu() for key, value in state_of[p].items()} for name, p in self.trained.items()}
         if ranks.RANK:
             return
         self.write_metrics()
@@ -401,10 +438,12 @@ class Training:
                 raise EyasError(f"the checkpoint of run {self.config.run_name!r} is of another {what}{fields}", "the same", again)
         if state["record"]["code"] != self.record["code"] and ranks.RANK == 0:
             print(f"note: begun with code {state['record']['code']}, going on with {self.record['code']}")
+        names = {p: name for name, p in self.trained.items()}
         with torch.no_grad():
-            for name, p in self.trained.items():
-                p.copy_(ranks.placed(state["weights"][name], p))
-                self.optimizer.state[p] = {key: value if key == "step" else ranks.placed(value, p) for key, value in state["optimizer"][name].items()}
+            for optimizer, weights in zip(self.optimizers, self.shares):
+                for p in weights:
+                    p.copy_(ranks.placed(state["weights"][names[p]], p))
+                    optimizer.state[p] = {key: value if key == "step" else ranks.placed(value, p) for key, value in state["optimizer"][names[p]].items()}
         self.step, self.rows, self.recent, self.best, self.worse = (state[name] for name in ("step", "rows", "recent", "best", "worse"))
 
     def run(self, on_step=None) -> None:
@@ -474,7 +513,7 @@ def train(config: Config, store, target: Target, on_step=None) -> Path:
     jumps; a step without a supervised slot; no memory left.
     """
     torch.set_flush_denormal(True)  # Adam's moments of rare tokens fade into denormal numbers
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(1 if config.device == "cpu" and ranks.WORLD == 1 else config.threads)  # threads share a step and not an operator, whose barriers wait for whatever else runs
     with ranks.group(torch.device(config.device)):
         training = Training(config, store, target)
         try:
