@@ -297,6 +297,9 @@ def test_match_names_the_nearest_and_the_lost_row():
     assert (match(rows, exact, exact[1], b=1).nearest, match(rows, exact, exact[1], b=1).lost) == (1, 1)
     rows[2] = torch.nan
     assert match(rows, exact, exact[1], b=1).lost == 1
+    twice = exact.clone()
+    twice[0, 2] = twice[0, 1]  # the same token twice in a row: the same embedding, without rounding
+    assert (match(twice[0], twice, twice[0], b=0).lost, match(twice[0].roll(1, 0), twice, twice[0], b=0).lost) == (0, 3)
 
 
 def test_the_distance_survives_quantisation():

@@ -295,6 +295,7 @@ def match(rows: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor, b: int
     behind, ahead = distance(exact[b][:-1], exact[b][1:]), distance(exact[b][1:], exact[b][:-1])  # [T-1], relative to the later and to the earlier row
     neighbour = torch.minimum(torch.cat([inf, behind]), torch.cat([ahead, inf]))  # [T]
     lost = torch.nan_to_num(error / torch.maximum(neighbour / 2, FLOORS * floor.max()), nan=math.inf)  # [T], above 1: lost
+    lost[error == 0] = 0.0  # at boundary 0, where nothing is rounded, a token that stands there twice in a row is its own neighbour: 0 / 0
     nearest = b if middle[b] <= second else int(middle.argmin())
     return Match(nearest, second / float(middle[b]) if middle[b] else math.inf, int((lost > 1).sum()), float(lost.max()), error, floor)
 
