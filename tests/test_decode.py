@@ -1,66 +1,50 @@
-"""Speculative decoding against plain decoding, Hugging Face's own generate, and a loop without caches; counts against hand-made ones."""
+"""Speculative decoding against plain decoding, Hugging Face's own generate, and loops without caches; sampled output against the exact distribution."""
 
-import json
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
+import transformers
+from taught import make_prompts, teach
 from tiny import make_tiny_target
 
 from eyas import decode
-from eyas.config import Config
-from eyas.decode import TargetStream, Trace, bf16_steps, greedy_decode, response_start, speculative_decode
+from eyas.config import Config, verified_tok
+from eyas.decode import Draft, EagleDraft, PromptLookup, Sampler, ShuffledDraft, TargetStream, greedy_decode, response_start, speculative_decode
 from eyas.drafter import DraftCache, Drafter, DrafterConfig
 from eyas.errors import EyasError
-from eyas.intervals import ratio_interval
 from eyas.target import load_target
 from eyas.vocab import DraftVocab
 
 BOUNDARIES = (1, 3, 6)  # 6 is boundary N: fine here, though SGLang could not serve it
+SETTINGS = [(1, 1, 0), (3, 1, 0), (5, 1, 6), (1, 3, 4), (2, 2, 0), (3, 3, 10), (4, 4, 8), (3, 2, 2)]  # steps, topk, draft tokens
+
+
+@pytest.fixture(scope="module", params=[("Llama", torch.float32), ("Qwen3", torch.float64)], ids=["Llama", "Qwen3"])
+def loaded(request, tmp_path_factory):
+    """A tiny target, its model without an end of text (responses of full length, unless a test sets an end), and a drafter that was taught on it."""
+    family, dtype = request.param
+    target = load_target(str(make_tiny_target(tmp_path_factory.mktemp("target") / "tiny", n_blocks=6, family=family)))
+    model = decode.load_model(target, dtype, "cpu")
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    return SimpleNamespace(model=model, drafter=teach(target, model, make_prompts(), BOUNDARIES))
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return load_target(str(make_tiny_target(tmp_path_factory.mktemp("target") / "tiny", n_blocks=6)))
+def model(loaded):
+    return loaded.model
 
 
 @pytest.fixture(scope="module")
-def model(target):
-    model = decode.load_model(target, torch.float32, "cpu")
-    model.generation_config.eos_token_id = model.config.eos_token_id = None  # responses of full length, unless a test sets an end
-    return model
+def drafter(loaded):
+    return loaded.drafter
 
 
 @pytest.fixture(scope="module")
 def prompts():
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, 512, (n,), generator=generator).tolist() for n in (1, 2, 7, 19, 40)]
-
-
-@pytest.fixture(scope="module")
-def drafter(target, model, prompts):
-    """Taught on the target's own greedy responses, a little, so that some drafts are accepted and some are not."""
-    torch.manual_seed(0)
-    ids = torch.randperm(target.vocab_size)[:384].sort().values
-    drafter = Drafter(DrafterConfig.from_target(target, BOUNDARIES, len(ids)), DraftVocab(ids, target.vocab_size))
-    drafter.embed_tokens.weight.data.copy_(target.embedding().float())
-    texts = []
-    for prompt in prompts:
-        tokens = prompt + greedy_decode(model, prompt, 30).tokens
-        with TargetStream(model, BOUNDARIES) as stream, torch.no_grad():
-            texts.append((torch.tensor(tokens), stream.forward(tokens, keep=1)[2].clone()))
-    optimizer = torch.optim.Adam([p for name, p in drafter.named_parameters() if "embed" not in name], lr=3e-3)
-    for _ in range(15):
-        for tokens, states in texts:
-            out = drafter.extend(tokens[1:-1], drafter.fuse(states[:-2]), DraftCache())
-            wanted = drafter.vocab.to_draft(tokens[2:])
-            loss = torch.nn.functional.cross_entropy(drafter.logits(out)[wanted >= 0], wanted[wanted >= 0])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return drafter.eval()
+    return make_prompts()
 
 
 def test_states_are_the_boundaries(model):
@@ -69,115 +53,441 @@ def test_states_are_the_boundaries(model):
         whole = model(torch.tensor([ids]), output_hidden_states=True)
         with TargetStream(model, (0, 2, 5, 6)) as stream:
             chunks = [stream.forward(ids[:9], keep=1), stream.forward(ids[9:], keep=3)]
-    states = torch.cat([chunk[2] for chunk in chunks]).split(64, dim=-1)
+    states = torch.cat([chunk[1] for chunk in chunks]).split(64, dim=-1)
     for b, found in zip((0, 2, 5), states):
         torch.testing.assert_close(found, whole.hidden_states[b][0], atol=1e-4, rtol=1e-4)
     normed = model.model.norm(states[-1])  # boundary N is before the final norm, Hugging Face's last entry after it
     torch.testing.assert_close(normed, whole.hidden_states[6][0], atol=1e-4, rtol=1e-4)
-    assert chunks[1][0] == whole.logits[0, -3:].argmax(-1).tolist()
+    torch.testing.assert_close(chunks[1][0], whole.logits[0, -3:], atol=1e-4, rtol=1e-4)
     assert not any(module._forward_pre_hooks for module in model.modules())  # left as it was
 
 
-@pytest.mark.parametrize("draft_length", [1, 2, 3, 5])
-def test_output_equals_plain_greedy_and_generate(model, drafter, prompts, draft_length):
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_output_equals_plain_greedy_and_generate(model, drafter, prompts, settings):
+    branches = False
     for prompt in prompts:
-        for max_new_tok in (1, 2, 25):
-            trace = speculative_decode(model, drafter, prompt, max_new_tok, draft_length)
+        for max_new_tok in (2, 1, 25) if prompt == prompts[2] else (25,):
+            trace = speculative_decode(model, EagleDraft(drafter, *settings), prompt, max_new_tok)
             assert trace.tokens == greedy_decode(model, prompt, max_new_tok).tokens
             assert len(trace.tokens) == len(trace.top2) == max_new_tok
+            assert all(len(step.tokens) == verified_tok(*settings) - 1 for step in trace.steps)
         theirs = model.generate(torch.tensor([prompt]), max_new_tokens=25, do_sample=False)[0, len(prompt) :].tolist()
         assert trace.tokens == theirs
+        assert 0 < trace.prefill_s + trace.draft_s + trace.verify_s <= trace.seconds
+        branches |= any(len(set(step.parents)) < len(step.parents) for step in trace.steps)
+    assert branches == (settings[1] > 1 and settings[2] != 2)  # trees that branch were verified, and a chain never does
 
 
-def slow_speculative(model, drafter, prompt, max_new_tok, draft_length):
-    """The same decoding as plainly as it can be said: no caches, everything from the first token at every step."""
-
-    def run(tokens):
-        outputs = model(torch.tensor([tokens]), output_hidden_states=True)
-        states = [*outputs.hidden_states[:-1]]
-        with TargetStream(model, (6,)) as stream:
-            states.append(stream.forward(tokens, keep=1)[2][None])
-        return outputs.logits[0].argmax(-1).tolist(), torch.cat([states[b][0] for b in BOUNDARIES], dim=-1)
-
-    tokens = [*prompt, run(prompt)[0][-1]]
-    drafted, accepted = [], []
-    while len(tokens) - len(prompt) < max_new_tok:
-        states = run(tokens[:-1])[1]
-        hidden, ids, drafts = drafter.fuse(states), tokens[1:], []
-        for _ in range(draft_length):
-            out = drafter.extend(torch.tensor(ids), hidden, DraftCache())  # [slots, H], slot j: state j and token j+1
-            drafts.append(int(drafter.vocab.ids[drafter.logits(out[-1:]).argmax()]))
-            hidden, ids = torch.cat([hidden, out[-1:]]), [*ids, drafts[-1]]
-        hits = 0
-        while hits < draft_length and run(tokens + drafts[:hits])[0][-1] == drafts[hits]:
-            hits += 1
-        tokens += [*drafts[:hits], run(tokens + drafts[:hits])[0][-1]]
-        drafted.append(draft_length)
-        accepted.append(hits)
-    return tokens[len(prompt) :][:max_new_tok], drafted, accepted
+def slow_states(model, tokens):
+    """argmax after the last token, and the states of all tokens, in one pass over everything."""
+    outputs = model(torch.tensor([tokens]), output_hidden_states=True)
+    with TargetStream(model, (6,)) as stream:
+        last = stream.forward(tokens, keep=1)[1]
+    return int(outputs.logits[0, -1].argmax()), torch.cat([outputs.hidden_states[1][0], outputs.hidden_states[3][0], last], dim=-1)
 
 
-@pytest.mark.parametrize("draft_length", [1, 3])
+def slow_probs(drafter, tokens, states, path):
+    """What the drafter thinks comes after `path`, drafted after the committed tokens: {target id: probability}. No cache: each slot run anew."""
+    hidden, ids = drafter.fuse(states.to(drafter.fc.weight.dtype)), [*tokens[1:]]
+    for token in path:
+        out = drafter.extend(torch.tensor(ids), hidden, DraftCache())  # [slots, H], slot j: state j and token j+1
+        hidden, ids = torch.cat([hidden, out[-1:]]), [*ids, token]
+    out = drafter.extend(torch.tensor(ids), hidden, DraftCache())
+    return dict(zip(drafter.vocab.ids.tolist(), drafter.logits(out[-1:])[0].softmax(-1).tolist()))
+
+
+def slow_tree(drafter, tokens, states, steps, topk, n_nodes):
+    """SGLang's tree said plainly: {path: (score, the last token's probability)}."""
+    kept, candidates = {(): 1.0}, {}
+    for _ in range(steps):
+        level = {}
+        for path, score in kept.items():
+            probs = slow_probs(drafter, tokens, states, path)
+            for token in sorted(probs, key=probs.get)[-topk:]:
+                level[*path, token] = (score * probs[token], probs[token])
+        candidates |= level
+        kept = {path: level[path][0] for path in sorted(level, key=level.get)[-topk:]}
+    return {path: candidates[path] for path in sorted(candidates, key=candidates.get)[-n_nodes:]}
+
+
+def paths(step):
+    """The tokens from the root to each node of a step or draft."""
+    found = []
+    for token, parent in zip(step.tokens, step.parents):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return found
+
+
+@pytest.mark.parametrize("settings", [(1, 1, 0), (3, 1, 0), (3, 3, 8), (3, 2, 7)], ids=str)
 @torch.no_grad()
-def test_counts_equal_a_loop_without_caches(model, drafter, prompts, draft_length):
-    total = []
+def test_steps_equal_a_loop_without_caches(model, drafter, prompts, settings):
+    accepted = []
     for prompt in prompts[1:4]:
-        trace = speculative_decode(model, drafter, prompt, 16, draft_length)
-        assert (trace.tokens, trace.drafted, trace.accepted) == slow_speculative(model, drafter, prompt, 16, draft_length)
-        total += trace.accepted
-    assert 0 < np.mean(total) < draft_length  # both acceptances and rejections were seen
+        trace = speculative_decode(model, EagleDraft(drafter, *settings), prompt, 12)
+        tokens = [*prompt, slow_states(model, prompt)[0]]
+        for step in trace.steps:
+            wanted = slow_tree(drafter, tokens, slow_states(model, tokens[:-1])[1], settings[0], settings[1], verified_tok(*settings) - 1)
+            assert dict(zip(paths(step), step.confidence)) == {path: pytest.approx(p, rel=1e-3) for path, (_, p) in wanted.items()}
+            path = ()
+            while (*path, token := slow_states(model, [*tokens, *path])[0]) in wanted:
+                path = (*path, token)
+            assert [paths(step)[node] for node in step.accepted] == [path[: i + 1] for i in range(len(path))] and step.bonus == token
+            assert step.depths == [len(p) for p in paths(step)]
+            tokens += [*path, token]
+            accepted.append(len(path))
+        assert trace.tokens == tokens[len(prompt) :][:12]
+    assert 0 < np.mean(accepted) < settings[0]  # both acceptances and rejections were seen
 
 
-def test_end_of_text_wherever_it_falls(model, drafter, prompts, monkeypatch):
-    """Every token of a response in turn is made the end of text: first token, bonus token, first to last of an accepted run."""
-    places = set()
+@torch.no_grad()
+def test_tree_holds_the_best_of_all_texts_that_there_are(small):
+    """With top-k as large as the tree, nothing better was pruned: all 5 + 25 + 125 continuations are tried."""
+    for prompt in ([1, 2, 3], [0, 4, 4, 5, 2, 1]):
+        states = slow_states_of(small, prompt)
+        scores = {(): 1.0}
+        for depth in range(3):
+            for path in [p for p in scores if len(p) == depth]:
+                scores |= {(*path, token): scores[path] * p for token, p in slow_probs(small.drafter, [*prompt, 2], states, path).items()}
+        for n in (1, 2, 3, 5):
+            method = EagleDraft(small.drafter, 3, 5, n + 1)
+            method.start(prompt, Sampler(0.0, 0))
+            best = sorted([path for path in scores if path], key=scores.get)[-n:]
+            assert sorted(paths(method.draft([*prompt[1:], 2], states))) == sorted(best)
+
+
+def test_of_equal_scores_the_parent_comes_first(small):
+    """A drafter that is sure gives a child its parent's score; a child without its parent could not be verified."""
+    sure = Drafter(small.drafter.config, small.drafter.vocab).eval()
+    sure.load_state_dict(small.drafter.state_dict())
+    sure.lm_head.weight.data *= 1e4
+    for n in range(2, 12):
+        method = EagleDraft(sure, 4, 3, n)
+        method.start([1, 2], Sampler(0.0, 0))
+        draft = method.draft([2, 3], torch.randn(2, 48))
+        assert max(draft.confidence) == 1.0 and all(parent < node for node, parent in enumerate(draft.parents))
+
+
+@pytest.mark.parametrize("settings", [(3, 1, 0), (3, 3, 10)], ids=str)
+@torch.no_grad()
+def test_caches_hold_what_a_fresh_run_would(model, drafter, prompts, settings, monkeypatch):
+    streams = []
+    monkeypatch.setattr(TargetStream, "__exit__", lambda self, *_: streams.append(self) or [hook.remove() for hook in self._hooks])
+    moved = 0
     for prompt in prompts:
-        whole = speculative_decode(model, drafter, prompt, 20, 4)
-        for end in list(dict.fromkeys(whole.tokens))[:8]:
+        method = EagleDraft(drafter, *settings)
+        trace = speculative_decode(model, method, prompt, 20)
+        tokens, before_last = [*prompt, trace.tokens[0]], 0
+        for step in trace.steps:
+            before_last = len(tokens)
+            tokens += [*(step.tokens[node] for node in step.accepted), step.bonus]
+            moved += step.accepted != list(range(len(step.accepted)))
+        fresh = TargetStream(model, BOUNDARIES)
+        states = fresh.forward(tokens[:-1], keep=1)[1]  # the last token is fed with the next drafts
+        for found, wanted in zip(streams[-1].cache.layers, fresh.cache.layers):
+            torch.testing.assert_close(found.keys, wanted.keys, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(found.values, wanted.values, atol=1e-4, rtol=1e-4)
+        fresh.__exit__()
+        slots, cache = before_last - 1, DraftCache()  # the drafter last ran before the last verify step
+        drafter.extend(torch.tensor(tokens[1 : slots + 1]), drafter.fuse(states[:slots].float()), cache)
+        assert method.cache.length == cache.length == slots
+        for found, wanted in ((method.cache._keys, cache._keys), (method.cache._values, cache._values)):
+            torch.testing.assert_close(found[:, :slots], wanted[:, :slots], atol=1e-4, rtol=1e-4)
+    assert (moved > 0) == (settings[1] > 1)  # accepted paths that did not lie together
+
+
+@pytest.mark.parametrize("settings", [(4, 1, 0), (3, 3, 10)], ids=str)
+def test_end_of_text_wherever_it_falls(model, drafter, prompts, settings, monkeypatch):
+    """The first tokens of a response, each in turn, are made the end of text: first token, bonus token, first to last of an accepted run."""
+    places, left_out = set(), 0
+    for prompt in prompts:
+        whole = speculative_decode(model, EagleDraft(drafter, *settings), prompt, 20)
+        for end in list(dict.fromkeys(whole.tokens))[:6]:
             monkeypatch.setattr(model.generation_config, "eos_token_id", end)
-            trace = speculative_decode(model, drafter, prompt, 20, 4)
+            trace = speculative_decode(model, EagleDraft(drafter, *settings), prompt, 20)
             assert trace.tokens == greedy_decode(model, prompt, 20).tokens == whole.tokens[: whole.tokens.index(end) + 1]
-            no_bonus = 1 + sum(trace.accepted) + len(trace.accepted) - len(trace.tokens)
-            assert no_bonus == 0 or (no_bonus == 1 and trace.accepted[-1] == trace.drafted[-1])
-            assert all(a <= d for a, d in zip(trace.accepted, trace.drafted)) and set(trace.drafted[:-1]) <= {4}
-            assert trace.accepted[:-1] == whole.accepted[: max(len(trace.accepted) - 1, 0)]  # the same decoding until the text ends
-            places.add("first" if not trace.drafted else "inside" if no_bonus else "bonus")
+            assert len(trace.tokens) == 1 + sum(len(step.accepted) + (step.bonus is not None) for step in trace.steps)
+            for step, same in zip(trace.steps, whole.steps):
+                if step.bonus is not None:  # the same decoding until the text ends
+                    assert (step.tokens, step.parents, step.accepted, step.bonus) == (same.tokens, same.parents, same.accepted, same.bonus)
+                else:
+                    last = paths(step)[step.accepted[-1]]
+                    assert step is trace.steps[-1] and last[-1] == end
+                    wanted = [(path, p) for path, p in zip(paths(same), same.confidence) if path == last or path[: len(last)] != last]
+                    assert list(zip(paths(step), step.confidence)) == wanted
+                    left_out += len(same.tokens) - len(step.tokens)
+            places.add("first" if not trace.steps else "bonus" if trace.steps[-1].bonus is not None else "inside")
         monkeypatch.undo()
-    assert places == {"first", "inside", "bonus"}
+    assert places == {"first", "inside", "bonus"} and left_out > 0
 
 
-def test_counts_of_a_hand_made_trace(drafter):
-    sample = SimpleNamespace(id="a", category="chat")
-    outside = next(i for i in range(512) if drafter.vocab.to_draft(torch.tensor([i]))[0] < 0)
-    inside = int(drafter.vocab.ids[0])
-    trace = Trace([outside, inside, outside, inside, outside, inside, inside], [], 2.0, drafted=[3, 3, 3, 2], accepted=[0, 3, 1, 2])
-    row = decode._count(Config.create(draft_length=3), drafter, sample, [1, 2, 3], Trace(trace.tokens, [], 3.0), trace)
-    assert (row["verify_steps"], row["drafted"], row["accepted"], row["tok"], row["prompt_tok"]) == (4, 11, 6, 7, 3)
-    assert [row[f"proposed_{i}"] for i in (1, 2, 3)] == [4, 4, 3]
-    assert [row[f"reached_{i}"] for i in (1, 2, 3)] == [4, 3, 1]
-    assert [row[f"accepted_{i}"] for i in (1, 2, 3)] == [3, 2, 1]
-    # bigrams: oi io oi io oi ii -> 3 of 6 came before; the first token (from the prefill) can't be drafted and is not counted as outside
-    assert (row["bigrams"], row["repeated_bigrams"], row["draftable_tok"], row["outside_vocab_tok"]) == (6, 3, 6, 2)
-    assert row["identical"] and (row["greedy_s"], row["speculative_s"]) == (3.0, 2.0)
+def test_a_tree_is_refused_where_it_can_not_be_verified(drafter):
+    config = transformers.MistralConfig(vocab_size=512, hidden_size=64, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+                                        head_dim=16, sliding_window=8, bos_token_id=None, eos_token_id=None)  # fmt: skip
+    torch.manual_seed(0)
+    sliding = transformers.MistralForCausalLM(config).eval()
+    prompt = list(range(3, 20))
+    assert speculative_decode(sliding, EagleDraft(drafter, 3), prompt, 20).tokens == greedy_decode(sliding, prompt, 20).tokens
+    with pytest.raises(EyasError, match="MistralForCausalLM can't verify a tree"):
+        speculative_decode(sliding, EagleDraft(drafter, 3, 2), prompt, 20)
 
 
-def test_bf16_steps_are_neighbouring_bfloat16_numbers():
-    for value in (1.0, 1.9921875, 3.5, 17.25, 300.0):
-        top = torch.tensor(value, dtype=torch.bfloat16)
-        below = (top.view(torch.int16) - 1).view(torch.bfloat16)  # the next smaller bfloat16
-        expected = 1.0 if top.frexp().mantissa > 0.5 else 0.5  # below a power of two the steps are half as large
-        assert bf16_steps(top.item(), below.item()) == expected
-        assert bf16_steps(top.item(), top.item()) == 0.0
+def test_settings_are_those_that_sglang_takes(drafter):
+    for steps, topk, given, wanted in ((3, 1, 0, 4), (3, 1, 4, 4), (5, 4, 0, 21), (5, 4, 8, 8), (1, 3, 4, 4), (2, 2, 7, 7)):
+        assert verified_tok(steps, topk, given) == wanted
+        assert Config.create(speculative_num_steps=steps, speculative_eagle_topk=topk, speculative_num_draft_tokens=given).verified_tok == wanted
+    for steps, topk, given, words in ((3, 1, 5, "4, or 0 for that"), (1, 3, 5, "2 to 4"), (2, 2, 8, "2 to 7"), (2, 2, 1, "2 to 7"), (0, 1, 0, "at least 1"), (1, 0, 0, "at least 1")):
+        with pytest.raises(EyasError, match=words):
+            Config.create(speculative_num_steps=steps, speculative_eagle_topk=topk, speculative_num_draft_tokens=given)
+    with pytest.raises(EyasError, match="only a chain is drawn"):
+        Config.create(speculative_eagle_topk=2, speculative_use_rejection_sampling=True)
+    with pytest.raises(EyasError, match="at least 0"):
+        Config.create(temperature=-1.0)
+    with pytest.raises(EyasError, match="at most the draft vocabulary, 384"):
+        EagleDraft(drafter, 2, 385)
 
 
-def test_first_differences_are_judged_where_they_are():
-    samples = [SimpleNamespace(id=name) for name in "abc"]
-    tie = (Trace([1, 2, 3], [(9.0, 1.0), (8.0, 7.9375), (9.0, 1.0)]), Trace([1, 4, 3], [(9.0, 1.0), (8.0, 8.0), (5.0, 5.0)]))
-    wrong = (Trace([1, 2], [(9.0, 1.0), (8.0, 7.0)]), Trace([1, 5], [(9.0, 1.0), (8.0, 8.0)]))
-    found = decode._compare(samples, [(Trace([1], [(1.0, 0.0)]),) * 2, tie, wrong])
-    assert (found["prompts"], found["differing"], found["ties"], found["not_ties"]) == (3, 2, 1, 1)
-    assert found["differences"][0] == {"id": "b", "at_tok": 1, "greedy_gap_bf16_steps": 1.0, "speculative_gap_bf16_steps": 0.0, "tie": True}
-    assert found["differences"][1]["greedy_gap_bf16_steps"] == 16.0 and not found["differences"][1]["tie"]
+# Sampling: a target of 6 tokens, whose texts of 3 tokens can all be written down with their probabilities.
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A target with one block, and an untrained drafter that knows 5 of its 6 tokens."""
+    torch.manual_seed(4)
+    config = transformers.LlamaConfig(vocab_size=6, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+                                      max_position_embeddings=64, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None)  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    for name, weight in model.named_parameters():
+        weight.data.normal_(std=1.0 if "embed" in name else 1.5 * weight.shape[-1] ** -0.5) if "norm" not in name else None
+    boundaries = (0, 1, 1)
+    shape = DrafterConfig(hidden_size=16, target_hidden_size=16, vocab_size=6, draft_vocab_size=5, n_heads=2, n_kv_heads=1, head_dim=8, intermediate_size=32,
+                          rms_norm_eps=1e-5, rope_theta=1e4, max_position_embeddings=64, boundaries=boundaries)  # fmt: skip
+    drafter = Drafter(shape, DraftVocab(torch.tensor([0, 1, 2, 4, 5]), 6)).eval()
+    for name, weight in drafter.named_parameters():
+        weight.data.normal_(std=1.5 * weight.shape[-1] ** -0.5) if "norm" not in name else None
+    return SimpleNamespace(model=model, drafter=drafter)
+
+
+def slow_states_of(small, tokens):
+    with TargetStream(small.model, small.drafter.config.boundaries) as stream:
+        return stream.forward(tokens, keep=1)[1]
+
+
+PROMPT, N_TOK = [1, 4, 2, 0, 5, 4, 2], 3
+SAMPLED = {
+    "chain": lambda d: EagleDraft(d, 2), "tree": lambda d: EagleDraft(d, 2, 3, 7), "rejection": lambda d: EagleDraft(d, 2, rejection_sampling=True), "lookup": lambda d: PromptLookup(2),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def exact(small):
+    """{text of 3 tokens: its probability} after the prompt, at temperature 0.8, from one pass over all of them."""
+    texts = list(itertools.product(range(6), repeat=N_TOK))
+    with torch.no_grad():
+        logits = small.model(torch.tensor([[*PROMPT, *text] for text in texts])).logits[:, len(PROMPT) - 1 : -1].double()
+    probs = (logits / 0.8).softmax(-1).gather(2, torch.tensor(texts)[..., None])[..., 0].prod(dim=1)
+    assert probs.sum() == pytest.approx(1)
+    return dict(zip(texts, probs.tolist()))
+
+
+class RememberedStream(TargetStream):
+    """A stream that runs the model once for the same text and drafts: thousands of draws in seconds."""
+
+    known: dict = {}
+
+    def __enter__(self):
+        self.text = []
+        return self
+
+    def forward(self, token_ids, keep, parents=None):
+        key = (*self.text, -1, *token_ids, -1, *(parents or ()))
+        if key not in self.known:
+            with TargetStream(self.model, self.boundaries) as stream:
+                if self.text:
+                    stream.forward(self.text, keep=1)
+                self.known[key] = stream.forward(token_ids, keep, parents)
+        self.text += token_ids
+        return self.known[key]
+
+    def roll_back(self, n_tok, keep):
+        last = self.text[-n_tok:]
+        self.text[-n_tok:] = [last[row] for row in keep]
+
+
+class Remembered:
+    """A method that drafts once for the same text, and draws nothing itself."""
+
+    def __init__(self, method):
+        self.method, self.boundaries, self.known = method, method.boundaries, {}
+
+    def start(self, prompt_ids, sampler):
+        self.prompt_ids, self.sampler, self.text, self.states = prompt_ids, sampler, [], []
+
+    def draft(self, tokens, states):
+        self.text += tokens
+        self.states.append(states)
+        if tuple(self.text) not in self.known:
+            self.method.start(self.prompt_ids, self.sampler)
+            self.known[tuple(self.text)] = self.method.draft(self.text, torch.cat(self.states) if self.boundaries else None)
+        return self.known[tuple(self.text)]
+
+
+def remembered(small, name, monkeypatch):
+    monkeypatch.setattr(decode, "TargetStream", RememberedStream)
+    monkeypatch.setattr(RememberedStream, "known", {})
+    method = SAMPLED[name](small.drafter)
+    return method if name == "rejection" else Remembered(method)
+
+
+def draw_texts(small, method, n):
+    """Texts, each with a seed of its own, and the traces that they came from."""
+    traces = [speculative_decode(small.model, method, PROMPT, N_TOK, temperature=0.8, seed=i) for i in range(n)]
+    return [tuple(trace.tokens) for trace in traces], traces
+
+
+def chi_square(texts, exact) -> float:
+    """Probability of a distance from the exact distribution as large as this one, or larger; rare texts are one cell."""
+    rare = {text for text, p in exact.items() if p * len(texts) < 5}
+    cells = [([texts.count(text)], p) for text, p in exact.items() if text not in rare] + [([sum(text in rare for text in texts)], sum(exact[text] for text in rare))]
+    distance = sum((found[0] - p * len(texts)) ** 2 / (p * len(texts)) for found, p in cells)
+    return float(torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2).double(), torch.tensor(distance / 2).double()))
+
+
+@pytest.mark.parametrize(("name", "n"), [("chain", 3000), ("tree", 3000), ("rejection", 1500)])
+def test_sampled_texts_have_the_targets_distribution(small, exact, name, n, monkeypatch):
+    plain = draw_texts(small, SAMPLED[name](small.drafter), 40)[0]
+    texts, traces = draw_texts(small, remembered(small, name, monkeypatch), n)
+    assert texts[:40] == plain and len(set(plain)) > 10
+    assert chi_square(texts, exact) > 0.001
+    accepted, steps = sum(len(step.accepted) for trace in traces for step in trace.steps), sum(len(trace.steps) for trace in traces)
+    assert 0.1 < accepted / steps < 1.9  # acceptances and rejections were seen
+
+
+def test_sampled_text_owes_nothing_to_the_drafts(model, drafter, prompts):
+    """One draw of the target's for each token, wherever it is accepted: the same seed gives the same text with any drafts (but drawn ones)."""
+    methods = [EagleDraft(drafter, 3), EagleDraft(drafter, 3, 3, 10), ShuffledDraft(drafter, 2), PromptLookup(4)]
+    for prompt in prompts[2:4]:
+        texts = {seed: [speculative_decode(model, method, prompt, 15, temperature=0.5, seed=seed).tokens for method in methods] for seed in (1, 2)}
+        assert all(text == same[0] for same in texts.values() for text in same) and texts[1][0] != texts[2][0]
+
+
+def certain(draft, logits, sampler):
+    """Wrong: a child of more than one half is always accepted."""
+    accepted, at = [], -1
+    while True:
+        p = sampler.probs(logits[at + 1])
+        likely = [node for node, parent in enumerate(draft.parents) if parent == at and p[draft.tokens[node]] > 0.5]
+        if not likely:
+            return accepted, sampler.draw(p)
+        at = likely[0]
+        accepted.append(at)
+
+
+def forgetful(draft, logits, sampler):
+    """Wrong: children are accepted with p, but what was refused is not taken out of p for the next one and the bonus token."""
+    accepted, at = [], -1
+    while True:
+        p = sampler.probs(logits[at + 1])
+        node = next((n for n, parent in enumerate(draft.parents) if parent == at and sampler.uniform() < p[draft.tokens[n]]), None)
+        if node is None:
+            return accepted, sampler.draw(p)
+        at = node
+        accepted.append(at)
+
+
+def careless(draft, logits, sampler):
+    """Wrong: min(1, p/q) with a token of p itself, not of (p - q)+, where a draft was refused."""
+    for node, token in enumerate(draft.tokens):
+        p = sampler.probs(logits[node])
+        if sampler.uniform() * draft.proposal[node][token] >= p[token]:
+            return list(range(node)), sampler.draw(p)
+    return list(range(len(draft.tokens))), sampler.draw(sampler.probs(logits[-1]))
+
+
+@pytest.mark.parametrize(("name", "part", "wrong"), [("tree", "_verify", certain), ("tree", "_verify", forgetful), ("rejection", "_verify_drawn", careless)])
+def test_a_wrong_rule_is_found(small, exact, monkeypatch, name, part, wrong):
+    monkeypatch.setattr(decode, part, wrong)
+    assert chi_square(draw_texts(small, remembered(small, name, monkeypatch), 800)[0], exact) < 1e-6
+
+
+def test_rejection_sampling_accepts_the_overlap():
+    """sum of min(p, q) of the drafts are accepted, and every token comes out with p."""
+    generator = torch.Generator().manual_seed(2)
+    logits, q = torch.randn(2, 5, generator=generator), torch.randn(5, generator=generator).softmax(-1)
+    sampler, n = Sampler(1.0, 3), 8000
+    hits, counts, p = 0, torch.zeros(5), logits[0].softmax(-1)
+    for _ in range(n):
+        token = sampler.draw(q)
+        accepted, bonus = decode._verify(Draft([token], [-1], [float(q[token])], q[None]), logits, sampler)
+        hits += len(accepted)
+        counts[token if accepted else bonus] += 1
+    assert hits / n == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.02)
+    torch.testing.assert_close(counts / n, p, atol=0.02, rtol=0)
+
+
+def test_near_temperature_0_it_is_greedy(model, drafter, prompts):
+    for method in (EagleDraft(drafter, 3), EagleDraft(drafter, 3, 2), EagleDraft(drafter, 3, rejection_sampling=True)):
+        for temperature in (0.0, 1e-5):
+            assert speculative_decode(model, method, prompts[3], 15, temperature).tokens == greedy_decode(model, prompts[3], 15).tokens
+
+
+# Other drafting methods
+
+
+def slow_lookup(ids, steps):
+    for n in range(len(ids) - 1, 0, -1):
+        for start in range(len(ids) - n - 1, -1, -1):
+            if ids[start : start + n] == ids[-n:]:
+                return ids[start + n :][:steps]
+    return []
+
+
+def test_prompt_lookup_finds_the_longest_match():
+    generator, lengths = np.random.default_rng(0), set()
+    for _ in range(300):
+        ids, method = generator.integers(0, generator.integers(2, 9), size=generator.integers(2, 30)).tolist(), PromptLookup(4)
+        method.start(ids[:-1], None)
+        cut = generator.integers(1, len(ids))
+        method.draft(ids[1:cut], None) if cut > 1 else None
+        draft = method.draft(ids[cut:], None)
+        assert draft.tokens == slow_lookup(ids, 4) and paths(draft) == [tuple(draft.tokens[: i + 1]) for i in range(len(draft.tokens))]
+        lengths.add(len(draft.tokens))
+    assert lengths == {0, 1, 2, 3, 4}
+
+
+def test_prompt_lookup_decodes_what_greedy_does(model, prompts):
+    accepted = 0
+    for prompt in prompts:
+        response = greedy_decode(model, prompt, 25).tokens
+        prompt = [*prompt, *response, *prompt]  # what comes was seen before
+        trace = speculative_decode(model, PromptLookup(4), prompt, 25)
+        assert trace.tokens == greedy_decode(model, prompt, 25).tokens
+        accepted += sum(len(step.accepted) for step in trace.steps)
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("settings", [(3, 1, 0), (3, 3, 8)], ids=str)
+def test_shuffled_states_are_a_worse_drafter(model, drafter, prompts, settings):
+    accepted = {EagleDraft: 0, ShuffledDraft: 0}
+    for prompt in prompts[2:]:
+        for kind in accepted:
+            trace = speculative_decode(model, kind(drafter, *settings), prompt, 30, seed=1)
+            assert trace.tokens == greedy_decode(model, prompt, 30).tokens
+            accepted[kind] += sum(len(step.accepted) for step in trace.steps)
+        again = speculative_decode(model, ShuffledDraft(drafter, *settings), prompt, 30, seed=1)
+        assert [step.tokens for step in again.steps] == [step.tokens for step in trace.steps]
+    assert accepted[ShuffledDraft] < 0.5 * accepted[EagleDraft]
+
+
+def test_shuffling_leaves_no_state_in_its_place(drafter, monkeypatch):
+    seen = []
+    monkeypatch.setattr(EagleDraft, "draft", lambda self, tokens, states: seen.append((list(tokens), states)))
+    method = ShuffledDraft(drafter, 3)
+    method.start([1, 2, 3], Sampler(0.0, 0))
+    own = torch.arange(9.0)[:, None]
+    for rows in (range(3), range(3, 5), range(5, 9)):
+        method.draft([10 + row for row in rows], own[list(rows)])
+        tokens, states = seen[-1]
+        assert tokens == [10 + row for row in range(rows.stop)] and states.sort(dim=0).values.equal(own[: rows.stop]) and not (states == own[: rows.stop]).any()
 
 
 def test_response_start():
@@ -186,52 +496,3 @@ def test_response_start():
     for mask in ([0, 0, 0], [1, 1, 0]):
         with pytest.raises(EyasError):
             response_start(np.array(mask, dtype=bool))
-
-
-def test_ratio_interval_against_a_bootstrap_written_out():
-    top, bottom = np.array([4, 0, 9, 2, 5, 7]), np.array([5, 3, 10, 6, 5, 9])
-    found = ratio_interval(top, bottom, seed=1)
-    generator = np.random.default_rng(99)
-    drawn = [generator.integers(0, 6, size=6) for _ in range(20_000)]
-    low, high = np.percentile([top[d].sum() / bottom[d].sum() for d in drawn], [2.5, 97.5])
-    assert found.value == pytest.approx(27 / 38)
-    assert (found.low, found.high) == (pytest.approx(low, abs=0.01), pytest.approx(high, abs=0.01))
-    assert ratio_interval(top, bottom, seed=1) == found
-    assert ratio_interval([3, 3], [4, 4], 0).low == ratio_interval([3, 3], [4, 4], 0).high == 0.75
-    assert ratio_interval([0, 0], [0, 0], 0).value is None
-    assert (ratio_interval([1], [2], 0).value, ratio_interval([1], [2], 0).low) == (0.5, None)
-
-
-def _samples(prompts):
-    """Encoded conversations: prompt, two assistant tokens, a line break."""
-    return [
-        SimpleNamespace(id=f"s{i}", category="ab"[i % 2], input_ids=np.array([*prompt, 5, 2, 9]), loss_mask=np.array([False] * len(prompt) + [True, True, False]))
-        for i, prompt in enumerate(prompts)
-    ]
-
-
-def test_measure_writes_counts_that_add_up(data, target, drafter, prompts):
-    config = Config.create(run_name="t", decode_new_tok=12, draft_length=3, check_bf16_prompts=3, threads=1)
-    found = decode.measure(config, target, drafter, _samples(prompts))
-    record = json.loads((config.acceptance_dir / "acceptance.json").read_text())
-    assert record == json.loads(json.dumps(found.record))
-    table, counts = pd.read_parquet(config.acceptance_dir / "acceptance.parquet"), record["counts"]
-    assert list(table["id"]) == [f"s{i}" for i in range(len(prompts))] and list(table["prompt_tok"]) == [len(p) for p in prompts]
-    assert counts["prompts"] == len(prompts) and counts["accepted"] == table["accepted"].sum() == sum(p["accepted"] for p in record["by_position"])
-    assert record["acceptance_length"]["value"] == pytest.approx(1 + counts["accepted"] / counts["verify_steps"])
-    assert record["accepted_per_step"]["value"] == pytest.approx(counts["accepted"] / counts["verify_steps"])
-    assert record["speed_ratio"]["value"] == pytest.approx(counts["greedy_s"] / counts["speculative_s"])
-    assert sum(c["verify_steps"] for c in record["by_category"]) == counts["verify_steps"]
-    assert record["speed_ratio_bfloat16"]["value"] > 0
-    same, again = record["identical_to_greedy"]["float32"], record["identical_to_greedy"]["bfloat16"]
-    assert (same["prompts"], same["differing"]) == (len(prompts), 0)
-    assert again["prompts"] == 3 and again["ties"] + again["not_ties"] == again["differing"] == len(again["differences"])
-    assert "output identical to greedy (float32): yes" in str(found)
-
-
-def test_measure_refuses_what_it_cannot_decode(data, target, drafter):
-    config = Config.create(run_name="t", decode_new_tok=64, draft_length=3)
-    with pytest.raises(EyasError, match="no held-out prompts"):
-        decode.measure(config, target, drafter, [])
-    with pytest.raises(EyasError, match="the prompt of s0 has 1000 tokens; expected at most 957"):
-        decode.measure(config, target, drafter, _samples([[3] * 1000]))

@@ -89,7 +89,9 @@ def _report(args) -> int:
     from eyas import report
     from eyas.files import read_json
 
-    names = tuple(sorted(p.stem for p in report.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb") if p.stem[:2] >= args.start))
+    names = tuple(n for n in _config(args).notebooks.split() if n >= args.start)
+    if not names:
+        raise EyasError(f"the profile runs no notebook from {args.start} on", f"a number among {_config(args).notebooks}", f"python -m eyas report -p notebooks {args.start}")
     folder = report.run_report(args.profile, dict(args.p or []), names, reports=args.out or report.REPORTS, cell_timeout_s=args.cell_timeout_s)
     run = read_json(folder / "run.json")
     print(f"{run['state']}: {folder.parent / 'index.html'}")
@@ -228,6 +230,17 @@ def _train(args) -> int:
     return 0
 
 
+def _sweep(args) -> int:
+    from eyas.layers import run_study, summary
+    from eyas.store import Store
+    from eyas.target import load_target
+
+    config = _config(args)
+    study = run_study(config, Store.open(config.store_dir), load_target(config.target))
+    print(summary(study))
+    return 1 if study.record["failed"] else 0
+
+
 def _walk(args) -> int:
     from eyas.drafter import load_drafter
     from eyas.store import Store
@@ -235,21 +248,30 @@ def _walk(args) -> int:
     from eyas.walk import run_walk, summary
 
     config = _config(args)
-    store = Store.open(config.store_dir)
-    print(summary(run_walk(config, load_drafter(config.drafter_dir, load_target(config.target)), store)))
+    store = Store.open(config.judged.store_dir)
+    print(summary(run_walk(config, load_drafter(config.judged.drafter_dir, load_target(config.target)), store)))
     return 0
 
 
 def _decode(args) -> int:
-    from eyas.decode import heldout_samples, measure
+    from eyas.acceptance import eval_prompts, measure
     from eyas.drafter import load_drafter
-    from eyas.prompts import load_prompts
+    from eyas.speed import model_speed, verdict
     from eyas.target import load_target
 
     config = _config(args)
     target = load_target(config.target)
-    drafter = load_drafter(config.drafter_dir, target)
-    print(measure(config, target, drafter, heldout_samples(config, target, load_prompts(config.answered_path))))
+    prompts, drafter = eval_prompts(config, target), load_drafter(config.judged.drafter_dir, target)
+    acceptance = measure(config, target, drafter, prompts)
+    print(acceptance)
+    print(verdict(model_speed(config, target, drafter, prompts, acceptance)))
+    return 0
+
+
+def _compare(args) -> int:
+    from eyas.acceptance import compare_runs, comparison_text
+
+    print(comparison_text(compare_runs(_config(args))))
     return 0
 
 
@@ -310,7 +332,7 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_parser("list", help="runs, their parts and sizes")
     remove = data.add_parser("rm", help="say what would go; --yes removes it")
     remove.add_argument("run_name", metavar="RUN")
-    remove.add_argument("--part", default="store", choices=("store", "drafter", "export", "acceptance", "prompts", "server", "notebooks", "all"), help="what of the run (default: its store)")
+    remove.add_argument("--part", default="store", choices=("store", "drafter", "export", "acceptance", "prompts", "server", "notebooks", "sweep", "all"), help="what of the run (default: its store)")
     remove.add_argument("--yes", action="store_true", help="really remove it")
     remove.add_argument("--force", action="store_true", help="also a store that a drafter was trained from")
     commands.choices["data"].set_defaults(run=_data, action="list")
@@ -335,8 +357,11 @@ def build_parser() -> argparse.ArgumentParser:
 
     _with_profile(commands.add_parser("train", help="train the run's drafter from its store; goes on where it was")).set_defaults(run=_train)
 
+    _with_profile(commands.add_parser("sweep", help="train drafters fed from many choices of boundaries, in parallel, and compare them; goes on where it was")).set_defaults(run=_sweep)
+
     _with_profile(commands.add_parser("walk", help="estimate the drafter's acceptance from the stored held-out states")).set_defaults(run=_walk)
     _with_profile(commands.add_parser("decode", help="real speculative decoding of held-out prompts: acceptance, speed, same output")).set_defaults(run=_decode)
+    _with_profile(commands.add_parser("compare", help="acceptance of the run's drafter minus that of -p compare_run NAME, paired by prompt")).set_defaults(run=_compare)
     _with_profile(commands.add_parser("export", help="write the run's drafter in the layout that SGLang serves")).set_defaults(run=_export)
 
     report = _with_profile(commands.add_parser("report", help="run the notebooks and write their pages and the index"))

@@ -91,12 +91,32 @@ class Config:
     patience: int = _doc(0, "evaluations in a row without a longer held-out acceptance after which training stops, with the best drafter; 0: never")
     spike_ratio: float = _doc(3.0, "training stops at a batch whose loss is this many times the median of the last 50; 0: never")
     # Acceptance
-    decode_prompts: int = _doc(24, "held-out prompts decoded for real")
+    drafter_run: str = _doc("", "run whose drafter and store are judged; empty: this one's")
+    eval_set: str = _doc("heldout", "prompts to decode: 'heldout' topics, 'humaneval', or one's own JSONL of conversations, relative to the repository or absolute")
+    decode_prompts: int = _doc(24, "prompts decoded for real")
     decode_new_tok: int = _doc(64, "tokens decoded for each of them, at most")
-    draft_length: int = _doc(3, "drafted tokens before each verify step (chain)")
+    speculative_num_steps: int = _doc(3, "levels drafted before each verify step, each a pass of the drafter; the length of a chain")
+    speculative_eagle_topk: int = _doc(1, "candidates kept at each level and tried for each of them; 1: a chain")
+    speculative_num_draft_tokens: int = _doc(0, "tokens of a verify step, the last committed one included, as SGLang counts; 0: steps * topk + 1")
+    speculative_use_rejection_sampling: bool = _doc(False, "draw a chain from the drafter and accept with min(1, p/q), where temperature > 0; else its likeliest tokens with p")
+    temperature: float = _doc(0.0, "of the target when it verifies; 0: greedy")
+    baseline_prompts: int = _doc(4, "of them, decoded by the baselines, by sampling and at other settings of the speed model too")
+    speed_steps: int = _doc(6, "most draft steps that the speed model looks at")
+    speed_topk: int = _doc(4, "largest top-k that the speed model looks at")
     check_bf16_prompts: int = _doc(8, "prompts decoded again in bfloat16, to count differences and show that they are ties")
+    # Layer choice
+    member: str = _doc("", "one training of a sweep: its folder under the run's sweep/; empty: the run itself")
+    sweep_parallel: int = _doc(2, "trainings of a sweep at a time, each on a GPU with device 'cuda'")
+    sweep_threads: int = _doc(1, "CPU threads of each of them")
+    ray_address: str = _doc("", "a running Ray cluster that the sweep goes to, HOST:PORT; it has to see the same folders. Empty: Ray on this machine, for as long as the sweep")
+    sweep_seeds: int = _doc(3, "seeds of the default and of each contender; the other choices have one")
+    contenders: int = _doc(4, "best choices of the first seed that are trained with the other seeds too")
+    forward_size: int = _doc(4, "boundaries at which the greedy forward selection ends, at most")
+    forward_tried: int = _doc(3, "candidates trained in each round of the forward selection: those that the probe puts first")
+    # Report
+    notebooks: str = _doc("01 02 03 04 05", "notebooks that `report` runs; 06 is a study of half an hour")
     # Inspection
-    compare_run: str = _doc("", "another run whose store is compared with this one's; empty: none")
+    compare_run: str = _doc("", "another run: its store is compared with this one's in notebook 03, its acceptance by `compare`; empty: none")
 
     def __post_init__(self):
         def need(ok: bool, name: str, expected: str):
@@ -109,21 +129,32 @@ class Config:
         need(bool(self.run_name) and not set(self.run_name) & set("/\\\0") and self.run_name not in (".", ".."), "run_name", "a plain folder name")
         need(len(self.boundaries) > 0 and min(self.boundaries) >= 0, "boundaries", "ids from 0 to N")
         need(list(self.boundaries) == sorted(set(self.boundaries)), "boundaries", "ascending ids, none twice")
+        need(not set(self.member) & set("/\\\0") and self.member not in (".", ".."), "member", "a plain folder name, or nothing")
+        need(bool(self.notebooks.split()) and all(len(n) == 2 and n.isdigit() for n in self.notebooks.split()), "notebooks", "numbers such as '01 02 03'")
         need(not set(self.compare_run) & set("/\\\0") and self.compare_run not in (self.run_name, ".", ".."), "compare_run", "another run's folder name, or nothing")
+        need(not set(self.drafter_run) & set("/\\\0") and self.drafter_run not in (".", ".."), "drafter_run", "a run's folder name, or nothing")
         for name, values in (("loss_mean", ("slots", "grid")), ("initial_weights", ("target", "random")), ("parallel", ("ddp", "fsdp")), ("mask_shift", (0, 1)),
                              ("loss", ("kl", "tv", "lk_alpha", "lk_lambda"))):
             need(getattr(self, name) in values, name, " or ".join(map(repr, values)))
         for name in ("threads", "max_total_tok", "context_tok", "max_new_tok", "train_samples", "heldout_samples", "max_length", "concurrency",
-                     "shard_mib", "draft_vocab_size", "draft_steps", "batch_tok", "draft_length", "decode_prompts", "decode_new_tok", "tensor_parallel", "parity_samples", "checkpoint_steps", "keep_checkpoints"):
+                     "shard_mib", "draft_vocab_size", "draft_steps", "batch_tok", "speculative_num_steps", "speculative_eagle_topk", "speed_steps", "speed_topk", "baseline_prompts", "decode_prompts", "decode_new_tok", "tensor_parallel", "parity_samples", "checkpoint_steps", "keep_checkpoints",
+                     "sweep_parallel", "sweep_threads", "sweep_seeds", "forward_size", "forward_tried"):
             need(getattr(self, name) >= 1, name, "at least 1")
         for name in ("epochs", "learning_rate", "step_decay", "server_timeout_s", "spool_gib", "request_timeout_s"):
             need(getattr(self, name) > 0, name, "more than 0")
-        for name in ("pass_tok", "eval_steps", "patience", "spike_ratio", "plan_tok", "plan_samples", "plan_hidden_size", "plan_blocks", "plan_tok_per_s"):
+        for name in ("pass_tok", "eval_steps", "patience", "spike_ratio", "plan_tok", "plan_samples", "plan_hidden_size", "plan_blocks", "plan_tok_per_s", "speculative_num_draft_tokens", "temperature", "contenders"):
             need(getattr(self, name) >= 0, name, "at least 0")
         need(not self.server_url or all(url.strip().startswith(("http://", "https://")) for url in self.server_url.split(",")), "server_url", "http://HOST:PORT, or several with commas between")
         need(0 <= self.port <= 65535, "port", "0 (a free one) to 65535")
         need(0 <= self.warmup_ratio < 1, "warmup_ratio", "0 up to, not including, 1")
+        need(self.speculative_eagle_topk <= self.draft_vocab_size, "speculative_eagle_topk", f"at most draft_vocab_size ({self.draft_vocab_size})")
         need(self.max_length <= self.context_tok, "max_length", f"at most context_tok ({self.context_tok})")
+        self.verified_tok
+
+    @property
+    def verified_tok(self) -> int:
+        """Tokens of one verify step, the last committed one included."""
+        return verified_tok(self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_num_draft_tokens, self.speculative_use_rejection_sampling)
 
     # Paths of a run; nothing else in the project spells them out
     @property
@@ -143,8 +174,22 @@ class Config:
         return self.store_dir_of(self.compare_run)
 
     @property
+    def sweep_dir(self) -> Path:
+        return self.run_dir / "sweep"
+
+    @property
+    def out_dir(self) -> Path:
+        """Where drafter and acceptance go: the run's folder, or that of one training of its sweep."""
+        return self.sweep_dir / self.member if self.member else self.run_dir
+
+    @property
+    def judged(self) -> "Config":
+        """The run whose drafter and store are judged: this one, or drafter_run."""
+        return dataclasses.replace(self, run_name=self.drafter_run or self.run_name, drafter_run="", compare_run="")
+
+    @property
     def drafter_dir(self) -> Path:
-        return self.run_dir / "drafter"
+        return self.out_dir / "drafter"
 
     @property
     def export_dir(self) -> Path:
@@ -152,7 +197,7 @@ class Config:
 
     @property
     def acceptance_dir(self) -> Path:
-        return self.run_dir / "acceptance"
+        return self.out_dir / "acceptance"
 
     @property
     def server_dir(self) -> Path:
@@ -202,6 +247,28 @@ class Config:
 
     def __str__(self) -> str:
         return self.describe(f.name for f in dataclasses.fields(self))
+
+
+def verified_tok(steps: int, topk: int, draft_tokens: int = 0, rejection_sampling: bool = False) -> int:
+    """Tokens of one verify step, the last committed one included, as SGLang's speculative_num_draft_tokens counts them; by default as wide as EAGLE-2's 60 drafts of 6 levels and top-k 10.
+
+    EyasError: what SGLang 0.5.23 refuses (rejection sampling of a tree), changes (another count for a chain) or fails at (more than there are candidates).
+    """
+
+    def need(ok: bool, found: str, expected: str):
+        if not ok:
+            raise EyasError(found, expected, "python -m eyas profile --explain")
+
+    need(steps >= 1, f"speculative_num_steps = {steps}", "at least 1")
+    need(topk >= 1, f"speculative_eagle_topk = {topk}", "at least 1")
+    need(topk == 1 or not rejection_sampling, f"speculative_use_rejection_sampling with speculative_eagle_topk = {topk}", "speculative_eagle_topk 1: only a chain is drawn from the drafter")
+    found = f"speculative_num_draft_tokens = {draft_tokens}"
+    if topk == 1:
+        need(draft_tokens in (0, steps + 1), found, f"{steps + 1}, or 0 for that: a chain of {steps} drafts and the token before it")
+    else:
+        most = topk + (steps - 1) * topk**2 + 1
+        need(draft_tokens == 0 or 2 <= draft_tokens <= most, found, f"2 to {most}, or 0 for {steps * topk + 1}: {steps} steps of top-k {topk} draft {most - 1} candidates, and the token before them")
+    return draft_tokens or steps * topk + 1
 
 
 def read_profile(profile: str) -> dict:

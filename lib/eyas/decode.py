@@ -1,39 +1,73 @@
-"""Real greedy chain speculative decoding, and what it accepts: the answer to "is this drafter worth serving?".
+"""Speculative decoding for real: chains and trees, greedy and sampled, of any drafting method.
 
-    python -m eyas decode --profile smoke        # about a minute on 2 cores, after `train`
+The order is EAGLE's: the target prefills the prompt and gives the first token; a drafting method proposes a tree of tokens that may follow
+(EAGLE-3's drafter runs over the committed slots with the target's true states, then drafts by feeding back its own output); one verify pass
+of the target over [last token, drafts], in which each draft sees the committed text and its own ancestors, accepts a path from the root
+and adds one token of the target's own after it (the *bonus* token). Both KV caches are left with what was committed, nothing else.
 
-The order is EAGLE's: the target prefills the prompt and gives the first token; the drafter runs over all committed slots with the
-target's true states, then drafts by feeding back its own output; one verify pass of the target over [last token, drafts] accepts the
-longest prefix of the drafts that equals its own argmax and adds one token of its own (the *bonus* token); the drafter then runs over
-the accepted slots with true states. Both keep KV caches and both caches are rolled back to what was committed.
+A tree is drafted as SGLang 0.5.23 does (`eagle_worker_v2.draft_forward`, `organize_draft_results`; EAGLE-2, arXiv 2406.16858): the score of a
+node is the product of the drafter's probabilities from the root to it; each level proposes `topk` children for each node that was kept and
+keeps the `topk` of best score; after `steps` levels the `draft_tokens - 1` best of all levels are verified, the root being the one that is
+counted besides. A child never scores above its parent and comes after it, so the ancestors of a chosen node are chosen. topk 1 is a chain.
 
-Counts (per prompt; every ratio and interval is made from them, last, in `summarise`):
-  verify steps    passes of the target over drafts; the prefill is not one
-  proposed[i]     verify steps that carried a draft at position i (1 is the first after the last token) which the output could use:
-                  a draft behind an accepted end-of-text token is not counted, nothing could follow there
-  reached[i]      of those, the steps in which every draft before i was accepted
-  accepted[i]     of those, the steps in which draft i was accepted too
-`accepted / proposed` is the unconditional acceptance of a position, `accepted / reached` the conditional one.
-Acceptance length = (accepted + verify steps) / verify steps: it counts the bonus token, so 1.0 means that nothing was accepted.
-Only the output is cut at `max_new_tok`; the last verify step is counted whole, as the server counts it.
+Verification, the output having the very distribution of the target's (argmax, or softmax of logits / temperature):
+  greedy      the child equal to the target's argmax is accepted, and so on down from it; the argmax where no child is, is the bonus token.
+  sampled     the same with a token drawn from the target's p in place of its argmax. This is multi-round rejection sampling (SpecInfer, EAGLE) for
+              children that were chosen, not drawn: accept the first with p(x1), else the second with p(x2) / (1 - p(x1)), ..., else draw from
+              what p leaves; every token comes out with p, whichever children there are (SGLang's `tree_speculative_sampling_target_only`). So
+              drafts change how fast a text comes and nothing else: the same seed gives the same text with any of them.
+  rejection   chains only: drafts are drawn from the drafter's own q (at the temperature) and accepted with min(1, p/q), else a token is drawn from
+              (p - q)+, normalised (Leviathan et al., arXiv 2211.17192; SGLang's `speculative_use_rejection_sampling`). Its acceptance is sum of min(p, q).
+
+A verify step records the nodes that the output could use: a draft behind an accepted end-of-text token is left out, nothing could follow
+there, and such a step has no bonus token. Only the output is cut at `max_new_tok`; the last verify step is recorded whole, as the server counts it.
 """
 
-import math
+import inspect
 import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
-import pandas as pd
 import torch
 
-from eyas.config import Config
+from eyas.config import Config, verified_tok
 from eyas.drafter import DraftCache, Drafter
 from eyas.errors import EyasError
-from eyas.files import write_atomic, write_json
-from eyas.intervals import interval_text, ratio_interval
-from eyas.progress import Progress
-from eyas.prompts import PromptSet, Sample, encode, repeated_bigrams
+from eyas.prompts import PromptSet, Sample, encode
 from eyas.target import Target
+
+
+@dataclass
+class Draft:
+    """Drafted nodes, n of them, parents before children: target ids, index of each one's parent (-1: the last committed token), the method's own
+    probability of the token where its parent stands (1.0 where it has none), and what the tokens were drawn from, [n, V] on the CPU, if they were."""
+
+    tokens: list[int]
+    parents: list[int]
+    confidence: list[float]
+    proposal: torch.Tensor | None = None
+
+
+@dataclass
+class Step:
+    """One verify step: the drafted nodes that count (see the module's head), as in `Draft`, and what became of them."""
+
+    tokens: list[int]
+    parents: list[int]
+    confidence: list[float]
+    accepted: list[int]  # indices of the accepted nodes, from the root on
+    bonus: int | None  # the target's own token after them; None: the text ended inside
+    draft_s: float  # the first of a prompt includes the drafter's run over the whole prompt
+    verify_s: float  # the target's pass, the decision, the roll-back
+
+    @property
+    def depths(self) -> list[int]:
+        """Position of each node: 1 is the first after the last committed token."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
 
 
 @dataclass
@@ -43,8 +77,16 @@ class Trace:
     tokens: list[int]
     top2: list[tuple[float, float]]
     seconds: float = 0.0  # prefill included
-    drafted: list[int] = field(default_factory=list)  # a verify step: drafts that count (see the module's head)
-    accepted: list[int] = field(default_factory=list)  # a verify step: leading drafts equal to the target's argmax
+    prefill_s: float = 0.0  # of the target, to the first token
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def draft_s(self) -> float:
+        return sum(step.draft_s for step in self.steps)
+
+    @property
+    def verify_s(self) -> float:
+        return sum(step.verify_s for step in self.steps)
 
 
 class TargetStream:
@@ -59,7 +101,7 @@ class TargetStream:
         self._states: dict[int, torch.Tensor] = {}
         body = model.get_decoder()
         # What enters block b is boundary b; what enters the final norm is boundary N.
-        modules = [*body.layers, body.norm]
+        modules = [*body.layers, body.norm] if boundaries else []
         self._hooks = [modules[b].register_forward_pre_hook(self._keep(b), with_kwargs=True) for b in boundaries]
 
     def _keep(self, boundary: int):
@@ -68,21 +110,43 @@ class TargetStream:
 
         return hook
 
-    def forward(self, token_ids: list[int], keep: int) -> tuple[list[int], list[tuple[float, float]], torch.Tensor | None]:
-        """Feed tokens after those in the cache.
+    def forward(self, token_ids: list[int], keep: int, parents: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Feed n tokens after those in the cache: a text, or with `parents` (n - 1 entries, as in `Draft`) a tree whose root is the first of them.
 
-        Gives, for the last `keep` of them, the argmax and the two largest logits; and the states of all of them, boundaries
-        concatenated in ascending order, [n, B*H] (None without boundaries).
+        Gives the logits of the last `keep` of them, [keep, V], and the states of all of them, boundaries concatenated in ascending order,
+        [n, B*H] (None without boundaries). EyasError: a tree that branches, and a target that can't take one.
         """
         ids = torch.tensor([token_ids], device=self.model.device)
-        logits = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=keep).logits[0]  # [keep, V]
-        top2 = [tuple(pair) for pair in logits.topk(2).values.float().tolist()]
+        tree = {} if parents is None or parents == list(range(-1, len(parents) - 1)) else self._tree(parents)
+        logits = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=keep, **tree).logits[0]  # [keep, V]
         states = torch.cat([self._states[b] for b in self.boundaries], dim=-1) if self.boundaries else None  # [n, B*H]
-        return logits.argmax(dim=-1).tolist(), top2, states
+        return logits, states
 
-    def roll_back(self, n_tok: int) -> None:
-        """Forget the last n tokens."""
-        self.cache.crop(-n_tok)
+    def _tree(self, parents: list[int]) -> dict:
+        """Attention mask and positions with which each node of a tree sees the cache, its ancestors and itself."""
+        from transformers.cache_utils import DynamicLayer
+
+        model, inputs = self.model, inspect.signature(self.model.forward).parameters
+        if any(type(layer) is not DynamicLayer for layer in self.cache.layers) or model.config._attn_implementation != "sdpa" or not {"attention_mask", "position_ids"} <= set(inputs):
+            raise EyasError(f"{type(model).__name__} can't verify a tree of drafts here: that takes an own attention mask, and positions",
+                            "full attention in every layer (no sliding window), through sdpa", "use a chain: -p speculative_eagle_topk 1")
+        n, past = len(parents) + 1, self.cache.get_seq_length()
+        seen = torch.eye(n, dtype=torch.bool)  # [n, n], row: node (0 is the root), column: what it sees
+        for node, parent in enumerate(parents, 1):
+            seen[node] |= seen[parent + 1]
+        mask = torch.cat([torch.ones(n, past, dtype=torch.bool), seen], dim=1)  # [n, past + n]
+        positions = past + seen.sum(dim=1) - 1  # [n]: a node stands as deep as it has ancestors
+        return {"attention_mask": mask[None, None].to(model.device), "position_ids": positions[None].to(model.device)}
+
+    def roll_back(self, n_tok: int, keep: list[int]) -> None:
+        """Of the last n tokens keep only those of these indices (ascending), now directly after what was there before."""
+        moved = [(to, row) for to, row in enumerate(keep) if to != row]
+        if moved:
+            for layer in self.cache.layers:
+                for tensor in (layer.keys, layer.values):  # [1, kv heads, length, head_dim]
+                    last = tensor[:, :, -n_tok:]
+                    last[:, :, [to for to, _ in moved]] = last[:, :, [row for _, row in moved]]
+        self.cache.crop(len(keep) - n_tok)
 
     def __enter__(self) -> "TargetStream":
         return self
@@ -90,6 +154,146 @@ class TargetStream:
     def __exit__(self, *_) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+class Sampler:
+    """How the target's tokens are chosen: argmax at temperature 0, else drawn. The draws are by `seed`, on the CPU, the same on every device."""
+
+    def __init__(self, temperature: float, seed: int):
+        self.temperature = temperature
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def probs(self, logits: torch.Tensor) -> torch.Tensor:
+        """softmax(logits / temperature), [..., V] in float32 or wider, on the CPU."""
+        return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature).softmax(-1).cpu()
+
+    def draw(self, weights: torch.Tensor) -> int:
+        """An index drawn by weights [V], which need no sum of 1."""
+        return int(torch.multinomial(weights, 1, generator=self.generator))
+
+    def uniform(self) -> float:
+        return float(torch.rand((), dtype=torch.float64, generator=self.generator))
+
+
+class DraftMethod(Protocol):
+    """What `speculative_decode` asks of a drafting method."""
+
+    boundaries: tuple[int, ...]  # whose states it reads; none: `draft` is given None
+
+    def start(self, prompt_ids: list[int], sampler: Sampler) -> None:
+        """Forget the last prompt and begin this one."""
+
+    def draft(self, tokens: list[int], states: torch.Tensor | None) -> Draft:
+        """Draft what may follow. `tokens`: token j+1 of each slot j committed since the last call (the first: since `start`, all of the prompt's);
+        `states`: the target's states of these slots, [n, B*H]."""
+
+
+class EagleDraft:
+    """EAGLE-3's drafter with SGLang's dynamic tree (see the module's head); `rejection_sampling` draws a chain from the drafter where the target's tokens are drawn.
+
+    The settings have SGLang's names and defaults of `Config`. EyasError: a combination that SGLang refuses or changes; topk above the draft vocabulary.
+    """
+
+    def __init__(self, drafter: Drafter, steps: int, topk: int = 1, draft_tokens: int = 0, rejection_sampling: bool = False):
+        self.drafter, self.steps, self.topk, self.rejection_sampling = drafter, steps, topk, rejection_sampling
+        self.n_nodes = verified_tok(steps, topk, draft_tokens, rejection_sampling) - 1
+        self.boundaries = drafter.config.boundaries
+        if topk > drafter.config.draft_vocab_size:
+            raise EyasError(f"speculative_eagle_topk = {topk}", f"at most the draft vocabulary, {drafter.config.draft_vocab_size} tokens")
+
+    def start(self, prompt_ids: list[int], sampler: Sampler) -> None:
+        self.cache, self.sampler = DraftCache(), sampler
+
+    @torch.inference_mode()
+    def draft(self, tokens: list[int], states: torch.Tensor) -> Draft:
+        """Run the drafter over the new slots, then level by level over its own drafts; the cache keeps only the former."""
+        drafter, cache, topk = self.drafter, self.cache, self.topk
+        device, dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
+        out = drafter.extend(torch.tensor(tokens, device=device), drafter.fuse(states.to(device, dtype)), cache)[-1:]  # [1, H]
+        committed, vocab_ids = cache.length, drafter.vocab.ids.to(device)
+        scores = torch.ones(1, device=device)  # [r] of the kept nodes; r is 1 at the root, topk after it
+        kept = torch.tensor([-1], device=device)  # [r] their indices among all candidates
+        seen = torch.ones(1, committed, dtype=torch.bool, device=device)  # [r, slots] what they see
+        drawn = [] if self.rejection_sampling and self.sampler.temperature > 0 else None
+        found: list[tuple[torch.Tensor, ...]] = []  # a level: token, parent, probability and score of each candidate, [r * topk] each
+        for level in range(self.steps):
+            logits = drafter.logits(out)  # [r, D]
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            if drawn is None:
+                best = logits.topk(topk, dim=-1)  # [r, topk]
+                ids, probs = best.indices, (best.values - logits.logsumexp(-1, keepdim=True)).exp()
+            else:
+                proposal = self.sampler.probs(logits)  # [1, D]
+                ids = torch.tensor([[self.sampler.draw(proposal[0])]], device=device)
+                probs = proposal.to(device).gather(1, ids)
+                drawn.append(proposal)
+            expanded = (scores[:, None] * probs).flatten()  # [r * topk]
+            found.append((vocab_ids[ids.flatten()], kept.repeat_interleave(topk), probs.flatten(), expanded))
+            if level == self.steps - 1:
+                break
+            chosen = expanded.sort(descending=True, stable=True).indices[:topk]  # [topk]
+            kept, scores, rows = chosen + sum(len(before[0]) for before in found[:-1]), expanded[chosen], chosen // topk
+            seen = torch.cat([seen[rows], torch.eye(topk, dtype=torch.bool, device=device)], dim=1)  # [topk, committed + slots of this tree]
+            positions = torch.full((topk,), committed + level, device=device)
+            out = drafter.extend(found[-1][0][chosen], drafter.feed_back(out)[rows], cache, positions, seen)  # [topk, H]
+        cache.truncate(committed)
+        candidates = [torch.cat(parts) for parts in zip(*found)]
+        # Stable: of equal scores the earlier candidate, a parent before its child. A node without its parent could not be verified.
+        best = candidates[3].sort(descending=True, stable=True).indices[: self.n_nodes].sort().values
+        index = {-1: -1} | {candidate: node for node, candidate in enumerate(best.tolist())}
+        nodes, parents, probs = (part[best].tolist() for part in candidates[:3])
+        draft = Draft(nodes, [index[parent] for parent in parents], probs)
+        if drawn is not None:
+            draft.proposal = torch.zeros(len(nodes), drafter.config.vocab_size, dtype=drawn[0].dtype)
+            draft.proposal[:, drafter.vocab.ids.cpu()] = torch.cat(drawn)
+        return draft
+
+
+class ShuffledDraft(EagleDraft):
+    """A floor: the same drafter, but the states of all committed slots change places at random before every draft (one cycle through all
+    slots, so none keeps its own, by the sampler's seed). It still reads the true tokens; what it accepts owes nothing to the states."""
+
+    def start(self, prompt_ids: list[int], sampler: Sampler) -> None:
+        super().start(prompt_ids, sampler)
+        self._generator = torch.Generator().manual_seed(sampler.generator.initial_seed())  # its own: the target's draws stay the same
+        self._tokens: list[int] = []
+        self._states: list[torch.Tensor] = []
+
+    def draft(self, tokens: list[int], states: torch.Tensor) -> Draft:
+        self._tokens += tokens
+        self._states.append(states)
+        self.cache.truncate(0)
+        order = torch.randperm(len(self._tokens), generator=self._generator).to(states.device)
+        own = torch.cat(self._states)  # [slots, B*H]
+        shuffled = torch.empty_like(own)
+        shuffled[order] = own[order.roll(1)]
+        return super().draft(self._tokens, shuffled)
+
+
+class PromptLookup:
+    """Drafts without a model: the tokens that followed the longest earlier occurrence of the text's end (the latest of equally long ones), `steps` of
+    them at most, a chain; none where the last token never came before."""
+
+    boundaries = ()
+
+    def __init__(self, steps: int):
+        self.steps = steps
+
+    def start(self, prompt_ids: list[int], sampler: Sampler) -> None:
+        self._ids = prompt_ids[:1]
+
+    def draft(self, tokens: list[int], states: None) -> Draft:
+        self._ids += tokens
+        ids = np.array(self._ids)
+        ends = np.flatnonzero(ids[:-1] == ids[-1])  # where an n-gram equal to the text's last n tokens ends, for n = 1, 2, ...
+        n, longest = 1, ends
+        while len(ends):
+            longest = ends
+            ends = ends[ends >= n]
+            ends = ends[ids[ends - n] == ids[len(ids) - 1 - n]]
+            n += 1
+        found = self._ids[longest[-1] + 1 :][: self.steps] if len(longest) else []
+        return Draft(found, list(range(-1, len(found) - 1)), [1.0] * len(found))
 
 
 def end_ids(model) -> set[int]:
@@ -101,68 +305,98 @@ def end_ids(model) -> set[int]:
     return set()
 
 
+def _top2(logits: torch.Tensor) -> list[tuple[float, float]]:
+    return [tuple(pair) for pair in logits.topk(2).values.float().tolist()]
+
+
 @torch.inference_mode()
 def greedy_decode(model, prompt_ids: list[int], max_new_tok: int) -> Trace:
     """Plain greedy decoding, one token a pass, through the same `TargetStream`: what speculative decoding is measured against."""
     ends = end_ids(model)
     start = time.perf_counter()
     with TargetStream(model, ()) as target:
-        (token,), top2, _ = target.forward(prompt_ids, keep=1)
-        trace = Trace([token], top2)
-        while len(trace.tokens) < max_new_tok and token not in ends:
-            (token,), top2, _ = target.forward([token], keep=1)
-            trace.tokens.append(token)
-            trace.top2 += top2
+        logits, _ = target.forward(prompt_ids, keep=1)
+        trace = Trace([int(logits.argmax())], _top2(logits))
+        trace.prefill_s = time.perf_counter() - start
+        while len(trace.tokens) < max_new_tok and trace.tokens[-1] not in ends:
+            logits, _ = target.forward(trace.tokens[-1:], keep=1)
+            trace.tokens.append(int(logits.argmax()))
+            trace.top2 += _top2(logits)
     trace.seconds = time.perf_counter() - start
     return trace
 
 
 @torch.inference_mode()
-def speculative_decode(model, drafter: Drafter, prompt_ids: list[int], max_new_tok: int, draft_length: int) -> Trace:
-    """Chain speculative decoding with `draft_length` drafts before each verify pass; gives what `greedy_decode` gives, and the counts."""
-    ends = end_ids(model)
+def speculative_decode(model, method: DraftMethod, prompt_ids: list[int], max_new_tok: int, temperature: float = 0.0, seed: int = 0) -> Trace:
+    """Speculative decoding with any drafting method. At temperature 0 it gives what `greedy_decode` gives, else tokens drawn as the target's are, by `seed`.
+
+    EyasError: a draft that branches, and a target that can't verify one (sliding-window layers, another attention than sdpa).
+    """
+    ends, sampler = end_ids(model), Sampler(temperature, seed)
     start = time.perf_counter()
-    with TargetStream(model, drafter.config.boundaries) as target:
-        cache = DraftCache()
-        (token,), top2, states = target.forward(prompt_ids, keep=1)
-        trace = Trace([token], top2)
-        fresh = [*prompt_ids[1:], token]  # token j+1 of every committed slot j that the drafter has not seen with its true state
+    with TargetStream(model, method.boundaries) as target:
+        method.start(prompt_ids, sampler)
+        logits, states = target.forward(prompt_ids, keep=1)
+        _, token = _verify(Draft([], [], []), logits, sampler)
+        trace = Trace([token], _top2(logits))
+        fresh = [*prompt_ids[1:], token]  # token j+1 of every committed slot j that the method has not seen
+        now = time.perf_counter()
+        trace.prefill_s = now - start
         while len(trace.tokens) < max_new_tok and trace.tokens[-1] not in ends:
-            drafts = _draft(drafter, cache, fresh, states, draft_length)
-            choices, top2, states = target.forward([trace.tokens[-1], *drafts], keep=draft_length + 1)
-            accepted = next((i for i, draft in enumerate(drafts) if draft != choices[i]), draft_length)
-            drafted = draft_length
-            run = choices[: accepted + 1]  # the accepted drafts, which equal the target's choices, and the bonus token
-            end = next((i for i, choice in enumerate(run) if choice in ends), accepted)  # index of the last token that is kept
-            if end < accepted:  # the text ends inside the accepted run: no bonus token, and what was drafted behind the end is not counted
-                accepted = drafted = end + 1
-            trace.drafted.append(drafted)
-            trace.accepted.append(accepted)
-            trace.tokens += run[: end + 1]
-            trace.top2 += top2[: end + 1]
-            fresh, states = run, states[: len(run)]  # states of the last token and of the accepted drafts
-            target.roll_back(draft_length + 1 - len(run))
+            draft, began = method.draft(fresh, states), now
+            drafted = time.perf_counter()
+            n_tok = len(draft.tokens) + 1
+            logits, states = target.forward([trace.tokens[-1], *draft.tokens], keep=n_tok, parents=draft.parents)  # [n, V], [n, B*H]
+            accepted, bonus = _verify(draft, logits, sampler)
+            rows = [0, *(node + 1 for node in accepted)]  # of the last token and of the accepted drafts
+            target.roll_back(n_tok, rows)
+            fresh = [*(draft.tokens[node] for node in accepted), bonus]
+            states = states[rows] if states is not None else None
+            kept = next((i for i, token in enumerate(fresh) if token in ends), len(accepted)) + 1  # tokens up to the end of the text
+            trace.tokens += fresh[:kept]
+            trace.top2 += _top2(logits[rows[:kept]])
+            now = time.perf_counter()
+            trace.steps.append(_step(draft, accepted[:kept], bonus if kept > len(accepted) else None, drafted - began, now - drafted))
     trace.tokens, trace.top2 = trace.tokens[:max_new_tok], trace.top2[:max_new_tok]
     trace.seconds = time.perf_counter() - start
     return trace
 
 
-def _draft(drafter: Drafter, cache: DraftCache, tokens: list[int], states: torch.Tensor, n_drafts: int) -> list[int]:
-    """Run the drafter over new committed slots (token j+1, state j), then draft by feeding back its own output; the cache keeps only the former."""
-    device, dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
-    out = drafter.extend(torch.tensor(tokens, device=device), drafter.fuse(states.to(device, dtype)), cache)[-1:]  # [1, H]
-    committed = cache.length
-    drafts = [_draft_token(drafter, out)]
-    while len(drafts) < n_drafts:
-        out = drafter.extend(torch.tensor(drafts[-1:], device=device), drafter.feed_back(out), cache)  # [1, H]
-        drafts.append(_draft_token(drafter, out))
-    cache.truncate(committed)
-    return drafts
+def _verify(draft: Draft, logits: torch.Tensor, sampler: Sampler) -> tuple[list[int], int]:
+    """The accepted nodes, from the root on, and the target's own token after them; logits [n + 1, V], those at the root first, then at each node."""
+    if draft.proposal is not None:
+        return _verify_drawn(draft, logits, sampler)
+    argmax = logits.argmax(dim=-1).tolist() if sampler.temperature == 0 else None
+    children = {(parent, token): node for node, (parent, token) in enumerate(zip(draft.parents, draft.tokens))}
+    accepted, at = [], -1
+    while True:
+        token = sampler.draw(sampler.probs(logits[at + 1])) if argmax is None else argmax[at + 1]
+        if (at, token) not in children:
+            return accepted, token
+        at = children[at, token]
+        accepted.append(at)
 
 
-def _draft_token(drafter: Drafter, out: torch.Tensor) -> int:
-    """The target id of the most likely draft token."""
-    return int(drafter.vocab.ids[int(drafter.logits(out)[0].argmax())])
+def _verify_drawn(draft: Draft, logits: torch.Tensor, sampler: Sampler) -> tuple[list[int], int]:
+    """`_verify` for a chain whose tokens were drawn from `proposal`."""
+    for node, token in enumerate(draft.tokens):
+        p, q = sampler.probs(logits[node]), draft.proposal[node]  # [V]
+        if sampler.uniform() * q[token] >= p[token]:
+            left = (p - q).clamp(min=0)
+            return list(range(node)), sampler.draw(left if left.sum() > 0 else p)  # p: where rounding alone tells them apart
+    return list(range(len(draft.tokens))), sampler.draw(sampler.probs(logits[-1]))
+
+
+def _step(draft: Draft, accepted: list[int], bonus: int | None, draft_s: float, verify_s: float) -> Step:
+    """The record of a step; without a bonus token the text ended at the last accepted node, and what was drafted behind it is left out."""
+    behind = set()
+    for node, parent in enumerate(draft.parents):
+        if parent in behind or (bonus is None and parent == accepted[-1]):
+            behind.add(node)
+    counted = [node for node in range(len(draft.tokens)) if node not in behind]
+    index = {-1: -1} | {node: i for i, node in enumerate(counted)}
+    return Step([draft.tokens[node] for node in counted], [index[draft.parents[node]] for node in counted], [draft.confidence[node] for node in counted],
+                [index[node] for node in accepted], bonus, draft_s, verify_s)
 
 
 def response_start(loss_mask: np.ndarray) -> int:
@@ -192,172 +426,3 @@ def load_model(target: Target, dtype: torch.dtype, device: str):
 
     logging.disable_progress_bar()  # one second; a bar in every report
     return AutoModelForCausalLM.from_pretrained(target.folder, dtype=dtype, attn_implementation="sdpa").to(device).eval()
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """`record` is acceptance.json (counts first, then ratios with intervals), `prompts` the table of counts, one row a prompt."""
-
-    record: dict
-    prompts: pd.DataFrame
-
-    def __str__(self) -> str:
-        r = self.record
-        lines = [
-            f"acceptance length {interval_text(r['acceptance_length'])} (bonus token included), {interval_text(r['accepted_per_step'])} accepted drafts a verify step",
-            *(f"  position {p['position']}: accepted {interval_text(p['unconditional'])} of all, {interval_text(p['conditional'])} of those reached "
-              f"({p['accepted']} of {p['reached']} of {p['proposed']})" for p in r["by_position"]),
-            f"speed ratio {interval_text(r['speed_ratio'])} in float32 (plain {r['counts']['greedy_s']:.1f} s, speculative {r['counts']['speculative_s']:.1f} s), "
-            f"{interval_text(r['speed_ratio_bfloat16'])} in bfloat16",
-            f"repeated bigrams {interval_text(r['repeated_bigrams'])}, target tokens outside the draft vocabulary {interval_text(r['outside_vocab'])}",
-        ]
-        for dtype, check in r["identical_to_greedy"].items():
-            lines.append(f"output identical to greedy ({dtype}): {'yes' if not check['differing'] else 'no'} "
-                         f"({check['prompts'] - check['differing']} of {check['prompts']} prompts; {check['ties']} ties, {check['not_ties']} not ties)")
-        return "\n".join(lines)
-
-
-def measure(config: Config, target: Target, drafter: Drafter, samples: list[Sample]) -> Acceptance:
-    """Decode each sample's last assistant turn plainly and speculatively, in float32 for the counts and the speed, some again in bfloat16.
-
-    `samples` are encoded conversations; the prompt of each is what comes before its last assistant turn. Plain and
-    speculative decoding of a prompt follow each other directly, in alternating order, after one warm-up, so that a busy machine disturbs both.
-    Writes acceptance.parquet and, last, acceptance.json into the run's acceptance folder.
-    EyasError: no samples; a prompt that does not fit into the context together with its response.
-    """
-    if not samples:
-        raise EyasError("no held-out prompts to decode", "at least one conversation of the held-out topics", "python -m eyas prompts show")
-    prompts = [sample.input_ids[: response_start(sample.loss_mask)].tolist() for sample in samples]
-    for sample, prompt in zip(samples, prompts):
-        room = target.context_tok - config.decode_new_tok - config.draft_length
-        if len(prompt) > room:
-            raise EyasError(f"the prompt of {sample.id} has {len(prompt)} tokens", f"at most {room}: context, less new tokens and drafts")
-    torch.set_num_threads(config.threads)
-    traces = _decode_all(config, target, drafter, prompts, torch.float32)
-    rows = [_count(config, drafter, sample, prompt, *pair) for sample, prompt, pair in zip(samples, prompts, traces)]
-    n_again = min(config.check_bf16_prompts, len(prompts))
-    again = _decode_all(config, target, drafter, prompts[:n_again], torch.bfloat16) if n_again else []
-    record = summarise(config, target, drafter, pd.DataFrame(rows))
-    # Verifying several tokens costs a CPU nearly as much as one in bfloat16 and about twice as much in float32, so both ratios are shown.
-    timed = [(plain.seconds, speculative.seconds) for plain, speculative in again if len(plain.tokens) == len(speculative.tokens)]
-    record["speed_ratio_bfloat16"] = ratio_interval([t[0] for t in timed], [t[1] for t in timed], config.seed).as_dict()
-    record["identical_to_greedy"] = {"float32": _compare(samples, traces), "bfloat16": _compare(samples, again)}
-    acceptance = Acceptance(record, pd.DataFrame(rows))
-    write_atomic(config.acceptance_dir / "acceptance.parquet", acceptance.prompts.to_parquet)
-    write_json(config.acceptance_dir / "acceptance.json", acceptance.record)
-    return acceptance
-
-
-def _decode_all(config: Config, target: Target, drafter: Drafter, prompts: list[list[int]], dtype: torch.dtype) -> list[tuple[Trace, Trace]]:
-    """(plain, speculative) of every prompt."""
-    model = load_model(target, dtype, config.device)
-    drafter = drafter.to(config.device).eval()
-
-    def plain(prompt, n_tok):
-        return greedy_decode(model, prompt, n_tok)
-
-    def speculative(prompt, n_tok):
-        return speculative_decode(model, drafter, prompt, n_tok, config.draft_length)
-
-    for decode in (plain, speculative):
-        decode(prompts[0], 4)
-    pairs = []
-    with Progress(len(prompts), "prompts") as progress:
-        for i, prompt in enumerate(prompts):
-            traces = {decode: decode(prompt, config.decode_new_tok) for decode in ((plain, speculative) if i % 2 == 0 else (speculative, plain))}
-            pairs.append((traces[plain], traces[speculative]))
-            progress.update(samples=1, tok=len(traces[plain].tokens) + len(traces[speculative].tokens), note=str(dtype).removeprefix("torch."))
-    return pairs
-
-
-def _count(config: Config, drafter: Drafter, sample: Sample, prompt: list[int], plain: Trace, speculative: Trace) -> dict:
-    """The counts of one prompt; positions count from 1."""
-    drafted, accepted = np.array(speculative.drafted, dtype=np.int64), np.array(speculative.accepted, dtype=np.int64)  # [verify steps]
-    after_first = torch.tensor(speculative.tokens[1:], dtype=torch.int64)  # the first token comes from the prefill and is never drafted
-    repeated, bigrams = repeated_bigrams(speculative.tokens)  # a looping text is easy to draft, so this stands beside every acceptance
-    row = {
-        "id": sample.id, "category": sample.category, "prompt_tok": len(prompt), "tok": len(speculative.tokens),
-        "verify_steps": len(drafted), "drafted": int(drafted.sum()), "accepted": int(accepted.sum()),
-        "bigrams": bigrams, "repeated_bigrams": repeated,
-        "draftable_tok": len(after_first), "outside_vocab_tok": int((drafter.vocab.to_draft(after_first) < 0).sum()),
-        "greedy_s": plain.seconds, "speculative_s": speculative.seconds, "identical": plain.tokens == speculative.tokens,
-    }  # fmt: skip
-    return row | position_counts(drafted, accepted, config.draft_length)
-
-
-def position_counts(drafted: np.ndarray, accepted: np.ndarray, draft_length: int) -> dict[str, int]:
-    """proposed_i, reached_i and accepted_i of one prompt from its verify steps, [steps] each (see the module's head)."""
-    counts = {}
-    for i in range(draft_length):
-        counts[f"proposed_{i + 1}"] = int((drafted > i).sum())
-        counts[f"reached_{i + 1}"] = int(((drafted > i) & (accepted >= i)).sum())
-        counts[f"accepted_{i + 1}"] = int((accepted > i).sum())
-    return counts
-
-
-def position_ratios(table: pd.DataFrame, config: Config) -> list[dict]:
-    """Counts by position over all rows of the table, and both acceptances with their intervals."""
-    return [
-        {
-            "position": i,
-            **{name: int(table[f"{name}_{i}"].sum()) for name in ("proposed", "reached", "accepted")},
-            "unconditional": ratio_interval(table[f"accepted_{i}"], table[f"proposed_{i}"], config.seed).as_dict(),
-            "conditional": ratio_interval(table[f"accepted_{i}"], table[f"reached_{i}"], config.seed).as_dict(),
-        }
-        for i in range(1, config.draft_length + 1)
-    ]
-
-
-def bf16_steps(top: float, second: float) -> float:
-    """The distance of two logits in steps of bfloat16 (8 significant bits) at the larger one's magnitude."""
-    largest = max(abs(top), abs(second))
-    return 0.0 if largest == 0 else (top - second) / 2.0 ** (math.floor(math.log2(largest)) - 7)
-
-
-def _compare(samples: list[Sample], pairs: list[tuple[Trace, Trace]]) -> dict:
-    """Where speculative and plain output part, and whether that was a tie.
-
-    Rounding moves each logit by up to half a bfloat16 step, so it can turn a pair around that is at most one step apart; a first difference
-    is called a tie when the two largest logits were that close in both decodings. A larger gap is reported as what it is.
-    """
-    differences = []
-    for sample, (plain, speculative) in zip(samples, pairs):
-        if plain.tokens == speculative.tokens:
-            continue
-        at = next(i for i, (a, b) in enumerate(zip(plain.tokens, speculative.tokens)) if a != b)
-        gaps = [bf16_steps(*trace.top2[at]) for trace in (plain, speculative)]
-        differences.append({"id": sample.id, "at_tok": at, "greedy_gap_bf16_steps": gaps[0], "speculative_gap_bf16_steps": gaps[1], "tie": max(gaps) <= 1})
-    ties = sum(d["tie"] for d in differences)
-    return {"prompts": len(pairs), "differing": len(differences), "ties": ties, "not_ties": len(differences) - ties, "differences": differences}
-
-
-def summarise(config: Config, target: Target, drafter: Drafter, prompts: pd.DataFrame) -> dict:
-    """What the float32 decodings say: settings, counts, then every ratio with its interval over prompts."""
-
-    def interval(top, bottom) -> dict:
-        return ratio_interval(top, bottom, config.seed).as_dict()
-
-    def length(table: pd.DataFrame) -> dict:
-        return interval(table["accepted"] + table["verify_steps"], table["verify_steps"])
-
-    counted = [name for name in prompts.columns if name not in ("id", "category")]
-    return {
-        "settings": {
-            "target": target.name, "target_fingerprint": target.fingerprint, "boundaries": list(drafter.config.boundaries),
-            "draft_vocab_size": drafter.config.draft_vocab_size, "draft_length": config.draft_length, "max_new_tok": config.decode_new_tok,
-            "dtype": "float32", "device": config.device, "threads": config.threads, "seed": config.seed,
-            "interval": "95 %, percentile bootstrap over prompts",
-        },
-        "counts": {"prompts": len(prompts), **{name: prompts[name].sum().item() for name in counted}},
-        "acceptance_length": length(prompts),  # bonus token included
-        "accepted_per_step": interval(prompts["accepted"], prompts["verify_steps"]),  # without the bonus token
-        "by_position": position_ratios(prompts, config),
-        "by_category": [
-            {"category": category, "prompts": len(table), "verify_steps": int(table["verify_steps"].sum()), "accepted": int(table["accepted"].sum()),
-             "acceptance_length": length(table), "repeated_bigrams": interval(table["repeated_bigrams"], table["bigrams"])}
-            for category, table in prompts.groupby("category", sort=True)
-        ],
-        "speed_ratio": interval(prompts["greedy_s"], prompts["speculative_s"]),  # plain seconds / speculative seconds, float32
-        "repeated_bigrams": interval(prompts["repeated_bigrams"], prompts["bigrams"]),
-        "outside_vocab": interval(prompts["outside_vocab_tok"], prompts["draftable_tok"]),
-    }  # fmt: skip

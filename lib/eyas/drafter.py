@@ -205,17 +205,19 @@ class Drafter(nn.Module):
         """Raw output [n, H] of a slot -> the hidden state [n, H] of the slot drafted next."""
         return self.norm(out) if self.config.norm_output else out
 
-    def extend(self, token_ids: torch.Tensor, hidden: torch.Tensor, cache: DraftCache) -> torch.Tensor:
+    def extend(self, token_ids: torch.Tensor, hidden: torch.Tensor, cache: DraftCache, positions: torch.Tensor | None = None, seen: torch.Tensor | None = None) -> torch.Tensor:
         """Run n more slots, which attend to all slots before them and to themselves; their keys and values join the cache.
 
         token_ids: int64 [n], token j+1 of each slot j; hidden [n, H]: fused states, or what the slot before fed back. Gives the raw output [n, H].
+        The slots of a tree come with their `positions` [n] and with what they attend to, `seen`: bool [n, length of the cache with them].
         """
         layer, start = self.layers[0], cache.length
-        positions = torch.arange(start, start + len(token_ids), device=hidden.device)  # [n]
+        if positions is None:
+            positions = torch.arange(start, start + len(token_ids), device=hidden.device)  # [n]
         x = layer.inputs(layer.input_layernorm(self.embed_tokens(token_ids)), hidden)  # [n, 2H]
         queries = layer.self_attn.queries(x, positions).transpose(0, 1)  # [heads, n, head_dim]
         keys, values = cache.append(*layer.self_attn.keys_values(x, positions))  # [kv heads, length, head_dim]
-        mask = torch.arange(cache.length, device=hidden.device) <= positions[:, None]  # [n, length]
+        mask = seen if seen is not None else torch.arange(cache.length, device=hidden.device) <= positions[:, None]  # [n, length]
         attended = F.scaled_dot_product_attention(queries[None], keys[None], values[None], attn_mask=mask, enable_gqa=True)[0]
         return layer.finish(attended.transpose(0, 1), hidden)
 

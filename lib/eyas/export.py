@@ -98,15 +98,21 @@ def architecture(target: Target) -> str:
     return target.config["architectures"][0]
 
 
+def check_servable(config: DrafterConfig, target: Target, version: str = ENGINE_VERSION) -> None:
+    """EyasError, which says why, where this SGLang cannot feed a drafter of that shape its boundaries."""
+    if len(config.boundaries) * config.target_hidden_size == config.hidden_size:
+        raise EyasError(f"SGLang {version} cannot serve a drafter fed from boundary {config.boundaries[0]} alone: it tells states that still need fc by their width",
+                        "two boundaries or more", "choose other boundaries and train again, e.g. -p boundaries '[2, N//2, N-3]'")
+    engine_ids(config.boundaries, architecture(target), target.n_blocks, version)
+
+
 def export_sglang(drafter: Drafter, target: Target, folder: Path, version: str = ENGINE_VERSION) -> Path:
     """Write `config.json` and `model.safetensors`; gives the folder.
 
     The embedding is left out: SGLang takes the target's. EyasError where this SGLang cannot feed the drafter its boundaries.
     """
     config, folder = drafter.config, Path(folder)
-    if len(config.boundaries) * config.target_hidden_size == config.hidden_size:
-        raise EyasError(f"SGLang {version} cannot serve a drafter fed from boundary {config.boundaries[0]} alone: it tells states that still need fc by their width",
-                        "two boundaries or more", "choose other boundaries and train again, e.g. -p boundaries '[2, N//2, N-3]'")
+    check_servable(config, target, version)
     text = target.config.get("text_config", target.config)
     record = {
         "architectures": ["LlamaForCausalLMEagle3"],

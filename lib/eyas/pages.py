@@ -190,7 +190,9 @@ def _run_section(run: dict) -> str:
     headline = run.get("headline")
     if headline:
         parts.append(f'<p class="answer">{escape(verdict(headline))}</p>\n{_tiles(headline)}')
-    elif run["state"] == "ok":
+    if run.get("layer_choice"):
+        parts.append(f'<p class="answer">Which layers?</p><p>{escape(run["layer_choice"])}</p>')
+    elif run["state"] == "ok" and not headline:
         parts.append('<p class="muted">No acceptance was measured in this run.</p>')
     parts.append(_facts(run, headline or {}))
     rows = "\n".join(_notebook_row(folder, n) for n in run["notebooks"])

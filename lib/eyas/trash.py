@@ -14,7 +14,7 @@ from eyas.progress import bytes_text
 from eyas.serve import started_server
 from eyas.store import Store, lock_store
 
-PARTS = ("store", "drafter", "export", "acceptance", "prompts", "server", "notebooks")
+PARTS = ("store", "drafter", "export", "acceptance", "prompts", "server", "notebooks", "sweep")
 
 
 def list_runs() -> pd.DataFrame:
