@@ -2,9 +2,11 @@
 
 import argparse
 import ast
+import builtins
 import inspect
 import re
 import subprocess
+import symtable
 from pathlib import Path
 
 import nbformat
@@ -173,3 +175,19 @@ def test_every_command_that_is_named_exists():
             wrong += [f"{path.relative_to(ROOT)}: {words}" for word in [command, *rest] if word.startswith("--") and word not in options]
     assert not wrong
     assert {"extract", "verify", "server", "train", "parity"} <= seen
+
+
+@pytest.mark.parametrize("path", sorted([*(ROOT / "lib").rglob("*.py"), *(ROOT / "patches").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests").glob("*.py")]), ids=lambda p: p.name)
+def test_every_name_is_defined(path):
+    """A name that a function reads is its own, an outer one's, the module's, or Python's."""
+    module = symtable.symtable(path.read_text(encoding="utf-8"), path.name, "exec")
+    known = {s.get_name() for s in module.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()} | set(dir(builtins)) | {"__file__", "__class__"}
+
+    def scopes(table):
+        yield table
+        for child in table.get_children():
+            yield from scopes(child)
+
+    known |= {s.get_name() for table in scopes(module) for s in table.get_symbols() if s.is_declared_global() and s.is_assigned()}
+    missing = {f"{table.get_name()}: {s.get_name()}" for table in scopes(module) for s in table.get_symbols() if s.is_global() and s.is_referenced() and s.get_name() not in known}
+    assert not missing

@@ -324,7 +324,7 @@ def plot_categories(index: pd.DataFrame, ax: Axes | None = None) -> Axes:
                 left += table[split].to_numpy()
         ax.set(xlabel="samples", title="Samples by category")
         ax.grid(axis="y", visible=False)
-        ax.legend(loc="upper right", bbox_to_anchor=(1, -0.7 / len(rows)), ncols=2)
+        ax.legend(loc="upper right", bbox_to_anchor=(1, -1.7 / len(table)), ncols=2)
     return ax
 
 
