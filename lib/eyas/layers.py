@@ -9,6 +9,7 @@ gives the longest acceptance. Not every candidate is trained: `Foresight`, noteb
 says which few are. Whether it deserves that is measured too: the rank correlation of what it said with what training gave.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import combinations
@@ -325,6 +326,15 @@ def by_position(counts: pd.DataFrame, names: list[str], seed: int) -> pd.DataFra
             rows.append({"name": name, "position": position, "value": interval.value, "low": interval.low, "high": interval.high})
             position += 1
     return pd.DataFrame(rows).astype({"value": float, "low": float, "high": float})
+
+
+def why_not_served(table: pd.DataFrame) -> str:
+    """A line for each reason: the choices that stock SGLang cannot serve."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in zip(table["name"], table["not_servable"]):
+        if reason:
+            reasons.setdefault(re.sub(r"boundary \d+ alone", "one boundary alone", reason), []).append(name)
+    return "\n".join(f"{reason}: {', '.join(sorted(names))}" for reason, names in reasons.items()) or "stock SGLang can serve all of them"
 
 
 def pair_map(table: pd.DataFrame) -> tuple[list[int], np.ndarray]:

@@ -29,7 +29,7 @@ import psutil
 from eyas import __version__, pages
 from eyas.config import Config, read_profile
 from eyas.errors import EyasError
-from eyas.files import ROOT, data_dir, git_state, read_json, write_json, write_text
+from eyas.files import ROOT, git_state, read_json, write_json, write_text
 from eyas.progress import duration_text
 
 NOTEBOOKS = ROOT / "notebooks"

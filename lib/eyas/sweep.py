@@ -189,7 +189,8 @@ class Sweep:
 
         import ray
 
-        logging.getLogger("ray").setLevel(logging.ERROR)
+        for name in ("ray", "ray.widgets.util"):  # the second asks for widgets
+            logging.getLogger(name).setLevel(logging.ERROR)
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
         if address:
             try:
