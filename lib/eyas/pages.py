@@ -156,13 +156,14 @@ def verdict(headline: dict) -> str:
         numbers += f"; {again['value']:.2f} in bfloat16{_interval(again)}"
     if not headline["identical_float32"]:
         return f"Don't serve it: its output is not the target's own greedy output ({numbers})."
+    return f"{answer(ratio)}: {numbers}."
+
+
+def answer(ratio: dict) -> str:
+    """The answer that a speed ratio and its interval give."""
     if ratio["low"] is None:
-        return f"Too few prompts for an answer: {numbers}."
-    if ratio["low"] > 1:
-        return f"Serve it: {numbers}."
-    if ratio["high"] < 1:
-        return f"Don't serve it: {numbers}."
-    return f"No clear gain: {numbers}."
+        return "Too few prompts for an answer"
+    return "Serve it" if ratio["low"] > 1 else "Don't serve it" if ratio["high"] < 1 else "No clear gain"
 
 
 def _interval(block: dict) -> str:

@@ -28,6 +28,7 @@ from eyas.decode import Draft, EagleDraft, Sampler, TargetStream, Trace, end_ids
 from eyas.drafter import Drafter
 from eyas.files import write_json
 from eyas.intervals import ratio_interval
+from eyas.pages import answer
 from eyas.progress import Progress
 from eyas.target import Target
 
@@ -298,13 +299,6 @@ def verdict(record: dict) -> str:
         if found["costs"]["spread"] > BUSY:
             lines.append(f"  its seconds scattered by {found['costs']['spread']:.0%} between rounds: a busy machine, so measure again before a prediction is used")
     return "\n".join([f"{answers[-1]}, says the speed model of this machine ({record['settings']['prompts']} prompts, our own decoder, prefill left out)", *lines])
-
-
-def answer(ratio: dict) -> str:
-    """The answer that a speed ratio and its interval give."""
-    if ratio["low"] is None:
-        return "Too few prompts to say"
-    return "Serve it" if ratio["low"] > 1 else "Don't serve it" if ratio["high"] < 1 else "No clear gain"
 
 
 def _times(ratio: dict) -> str:
