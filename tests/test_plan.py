@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eyas.cli import main
-from eyas.config import Config
+from eyas.config import RUN_PARTS, Config
 from eyas.drafter import FILE
 from eyas.errors import EyasError
 from eyas.files import write_json, write_safetensors
@@ -16,7 +16,7 @@ from eyas.prompts import encode, load_prompts
 from eyas.serve import started_ticks
 from eyas.store import Rows
 from eyas.target import Head, load_target
-from eyas.trash import PARTS, list_runs, look, remove
+from eyas.trash import list_runs, look, remove
 from stores import write_store
 from test_crashes import write_prompts
 from tiny import make_tiny_target
@@ -68,7 +68,7 @@ def test_a_store_that_a_drafter_names_is_kept(runs, capsys):
     assert (runs / "c" / "store" / "manifest.json").is_file()
     remove(look("c", ("store",)), force=True)
     assert not (runs / "c" / "store").exists()
-    remove(look("a", PARTS))  # its drafter goes with it
+    remove(look("a", RUN_PARTS))  # its drafter goes with it
     assert not (runs / "a" / "store").exists() and not (runs / "a" / "drafter").exists()
 
 
@@ -102,10 +102,10 @@ def test_a_store_that_is_a_link_goes_with_what_it_points_to(runs, tmp_path):
 def test_the_folder_of_a_server_that_is_up_is_kept(runs):
     write_json(runs / "c" / "server" / "server.json", {"url": "http://127.0.0.1:1", "pid": os.getpid(), "started": started_ticks(os.getpid())})
     with pytest.raises(EyasError, match="the server of run 'c' is up.*python -m eyas server down -p run_name c"):
-        remove(look("c", PARTS), force=True)
+        remove(look("c", RUN_PARTS), force=True)
     assert (runs / "c" / "store" / "manifest.json").is_file()
     write_json(runs / "c" / "server" / "server.json", {"url": "http://127.0.0.1:1", "pid": os.getpid(), "started": 0})
-    remove(look("c", PARTS), force=True)
+    remove(look("c", RUN_PARTS), force=True)
     assert not list((runs / "c").iterdir())
 
 

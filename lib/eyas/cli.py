@@ -6,6 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from eyas.config import RUN_PARTS
 from eyas.errors import EyasError
 
 
@@ -139,7 +140,7 @@ def _data(args) -> int:
         runs = trash.list_runs()
         print(runs.to_string(index=False) if len(runs) else "no runs yet")
         return 0
-    removal = trash.look(args.run_name, trash.PARTS if args.part == "all" else (args.part,))
+    removal = trash.look(args.run_name, RUN_PARTS if args.part == "all" else (args.part,))
     print(f"{removal}" + (f"; the drafter of run {', '.join(removal.named_by)} was trained from it" if removal.named_by else ""))
     if not args.yes:
         print(f"nothing removed yet; the same command with --yes{' --force' if removal.named_by else ''} removes it")
@@ -332,7 +333,7 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_parser("list", help="runs, their parts and sizes")
     remove = data.add_parser("rm", help="say what would go; --yes removes it")
     remove.add_argument("run_name", metavar="RUN")
-    remove.add_argument("--part", default="store", choices=("store", "drafter", "export", "acceptance", "prompts", "server", "notebooks", "sweep", "all"), help="what of the run (default: its store)")
+    remove.add_argument("--part", default="store", choices=(*RUN_PARTS, "all"), help="what of the run (default: its store)")
     remove.add_argument("--yes", action="store_true", help="really remove it")
     remove.add_argument("--force", action="store_true", help="also a store that a drafter was trained from")
     commands.choices["data"].set_defaults(run=_data, action="list")

@@ -19,7 +19,7 @@ from eyas.errors import EyasError
 from eyas.files import ROOT, data_dir
 
 PROFILES = ROOT / "notebooks" / "profiles"
-
+RUN_PARTS = ("store", "drafter", "export", "acceptance", "prompts", "server", "notebooks", "sweep")  # folders of a run
 
 
 def _doc(default, text: str):
@@ -295,10 +295,11 @@ def _coerce(name: str, value, kind):
             return value
         raise wrong
     if isinstance(kind, types.GenericAlias):  # tuple[int, ...]
+        wrong = EyasError(f"{name} = {value!r}", "whole numbers such as '2,15,27' or '[2, 15, 27]'", "python -m eyas profile --explain")
         if isinstance(value, str):
             try:
-                value = yaml.safe_load(value)
-            except yaml.YAMLError:
+                value = [int(part) for part in value.strip("[]() ").split(",") if part.strip()]
+            except ValueError:
                 raise wrong from None
         if isinstance(value, (list, tuple)) and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
             return tuple(value)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from eyas.config import RUN_PARTS
 from eyas.drafter import read_record
 from eyas.errors import EyasError
 from eyas.files import data_dir
@@ -14,14 +15,12 @@ from eyas.progress import bytes_text
 from eyas.serve import started_server
 from eyas.store import Store, lock_store
 
-PARTS = ("store", "drafter", "export", "acceptance", "prompts", "server", "notebooks", "sweep")
-
 
 def list_runs() -> pd.DataFrame:
     """A row per run and part of it: files and bytes."""
     rows = []
     for run in sorted((data_dir() / "runs").glob("*/")):
-        for part in PARTS:
+        for part in RUN_PARTS:
             files, size = _measure(run / part)
             if files:
                 rows.append({"run": run.name, "part": part, "files": files, "size": bytes_text(size)})
