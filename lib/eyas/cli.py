@@ -34,7 +34,7 @@ def _server(args) -> int:
 
     config = _config(args)
     if args.action == "up":
-        server = serve.server_up(config)
+        server = serve.server_up(config, owner="hand")
         print(f"up: {server.url} (pid {server.pid}), log {serve.shown(server.log)}")
         return 0
     if args.action == "down":

@@ -36,6 +36,7 @@ class Server:
     pid: int = 0
     started: int = 0  # `started_ticks(pid)`: a pid alone may be another process by now
     folder: Path | None = None
+    owner: str = ""  # who started it: 'hand' (`server up`), 'report PID', or 'notebook'
 
     @property
     def log(self) -> Path:
@@ -110,6 +111,11 @@ class Server:
                     break
         (self.folder / "server.json").unlink(missing_ok=True)
 
+    def done(self) -> None:
+        """Not needed here any more: down, unless somebody else started it (`server up` by hand; a notebook, where a report uses it now)."""
+        if self.owner == _owner():
+            self.down()
+
     def __enter__(self) -> "Server":
         return self
 
@@ -164,10 +170,11 @@ def server_command(config: Config, target: Target, boundaries: tuple[int, ...], 
     return command + switches, environment
 
 
-def server_up(config: Config, tied: bool = False, chunk_tok: int = 0) -> Server:
+def server_up(config: Config, tied: bool = False, chunk_tok: int = 0, owner: str = "") -> Server:
     """Start the run's server and wait until it serves with the capture plugin on.
 
     `tied` ends it with this process however that dies (tests); otherwise it lives until `down`. `chunk_tok` as in `server_command`.
+    `owner`: who may end it with `done`; by default the report or the notebook that this is.
     EyasError: one is already up, the port is taken, boundaries outside 0..N, the server died (with the end of its log),
     or it came up without the plugin (it is stopped then).
     """
@@ -194,8 +201,8 @@ def server_up(config: Config, tied: bool = False, chunk_tok: int = 0) -> Server:
             command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=os.environ | environment, start_new_session=True,
             preexec_fn=_die_with_parent if tied else None,
         )
-    server = Server(f"http://127.0.0.1:{port}", process.pid, started_ticks(process.pid), folder)
-    write_json(folder / "server.json", {"url": server.url, "pid": server.pid, "started": server.started, "command": command, "environment": environment})
+    server = Server(f"http://127.0.0.1:{port}", process.pid, started_ticks(process.pid), folder, owner or _owner())
+    write_json(folder / "server.json", {"url": server.url, "pid": server.pid, "started": server.started, "owner": server.owner, "command": command, "environment": environment})
     try:
         server.wait(config.server_timeout_s)
         if server.status()["capture"] is None:
@@ -219,7 +226,7 @@ def started_server(folder: Path) -> Server | None:
     if not path.is_file():
         return None
     record = read_json(path)
-    server = Server(record["url"], record["pid"], record["started"], folder)
+    server = Server(record["url"], record["pid"], record["started"], folder, record.get("owner", ""))
     if server.process() is None:
         path.unlink(missing_ok=True)
         return None
@@ -279,6 +286,10 @@ def shown(path: Path) -> str:
         return str(Path("data") / path.relative_to(data_dir()))
     except ValueError:
         return str(path)
+
+
+def _owner() -> str:
+    return os.environ.get("EYAS_SERVER_OWNER", "notebook")  # `report` gives it to its notebooks
 
 
 def _profile_hint(config: Config) -> str:
