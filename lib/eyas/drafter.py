@@ -9,6 +9,7 @@ Slot j stands for position j of a text: it takes the target's hidden state j and
 
 `out` before the norm is what is fed back as the hidden state of the next drafted slot, after the norm with `norm_output`; with `fc_norm` each
 boundary has an RMSNorm of its own before fc (both as SGLang names them). The embedding is the target's and stays frozen.
+Drafters that others trained may have more (`ImportedConfig`); they are judged here, not trained.
 The names of the weights are SGLang's. Axes: n slots, B boundaries, H hidden size, V target vocabulary, D draft vocabulary.
 """
 
@@ -48,6 +49,9 @@ class DrafterConfig:
     boundaries: tuple[int, ...]
     fc_norm: bool = False
     norm_output: bool = False
+    # not fields: what `ImportedConfig` has beside these, and training does not do
+    norm_before_fc = norm_before_residual = own_embedding = False
+    rope_scaling = None
 
     @classmethod
     def from_target(cls, target: Target, boundaries: tuple[int, ...], draft_vocab_size: int, fc_norm: bool = False, norm_output: bool = False) -> "DrafterConfig":
@@ -75,6 +79,16 @@ class DrafterConfig:
         )
 
 
+@dataclass(frozen=True)
+class ImportedConfig(DrafterConfig):
+    """The shape of a drafter that others trained, with the parts that SGLang or speculators have and our training does not."""
+
+    norm_before_fc: bool = False  # one RMSNorm over all boundaries together before fc (SGLang, speculators)
+    norm_before_residual: bool = False  # the residual stream starts at the normed hidden state (speculators, vLLM)
+    own_embedding: bool = False  # its embedding is not the target's (vLLM uses it; SGLang only where the hidden sizes differ)
+    rope_scaling: dict | None = None  # of type linear, llama3 or yarn, as Hugging Face has it
+
+
 class RMSNorm(nn.Module):
     """As Llama's: computed in float32 (float64 for float64 input), given back in the dtype of the input."""
 
@@ -97,6 +111,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(2 * config.hidden_size, config.n_kv_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(2 * config.hidden_size, config.n_kv_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.n_heads * config.head_dim, config.hidden_size, bias=False)
+        self.scaled_rope = scaled_rope(config) if config.rope_scaling else None
 
     def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [n, 2H], positions [n] -> [n, heads, head_dim], rotated."""
@@ -111,11 +126,28 @@ class Attention(nn.Module):
         """RoPE in Llama's (neox) form, computed in float32 (float64 for float64 input). x [n, heads, head_dim]."""
         wide = torch.promote_types(x.dtype, torch.float32)
         half = self.config.head_dim // 2
-        frequencies = self.config.rope_theta ** -(torch.arange(half, dtype=wide, device=x.device) / half)  # [head_dim/2]
+        if self.scaled_rope is None:
+            frequencies, factor = self.config.rope_theta ** -(torch.arange(half, dtype=wide, device=x.device) / half), 1.0  # [head_dim/2]
+        else:
+            frequencies, factor = self.scaled_rope[0].to(x.device, wide), self.scaled_rope[1]
         angles = (positions.to(wide)[:, None] * frequencies)[:, None, :]  # [n, 1, head_dim/2]
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = angles.cos() * factor, angles.sin() * factor
         a, b = x.to(wide).split(half, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+def scaled_rope(config: DrafterConfig) -> tuple[torch.Tensor, float]:
+    """Frequencies [head_dim/2] and the factor on cos and sin of a scaled RoPE, as transformers computes them. EyasError for a kind that depends on the text's length."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = config.rope_scaling.get("rope_type", config.rope_scaling.get("type"))
+    if kind not in ("linear", "llama3", "yarn"):
+        raise EyasError(f"a drafter with RoPE of type {kind!r}", "default, linear, llama3 or yarn")
+    parameters = {name: value for name, value in config.rope_scaling.items() if name != "type"} | {"rope_type": kind, "rope_theta": config.rope_theta}
+    llama = LlamaConfig(hidden_size=config.hidden_size, num_attention_heads=config.n_heads, head_dim=config.head_dim,
+                        max_position_embeddings=config.max_position_embeddings, rope_parameters=parameters)
+    return ROPE_INIT_FUNCTIONS[kind](llama, torch.device("cpu"))
 
 
 class MLP(nn.Module):
@@ -139,6 +171,7 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm_before_residual = config.norm_before_residual
 
     def inputs(self, normed_embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Embeddings after `input_layernorm` [n, H] and hidden states [n, H] -> [n, 2H], what the projections read."""
@@ -146,7 +179,7 @@ class Layer(nn.Module):
 
     def finish(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """attended [n, heads, head_dim] and the residual stream [n, H] -> the raw output [n, H]."""
-        hidden = hidden + self.self_attn.o_proj(attended.flatten(-2))
+        hidden = (self.hidden_norm(hidden) if self.norm_before_residual else hidden) + self.self_attn.o_proj(attended.flatten(-2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -189,6 +222,7 @@ class Drafter(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_tokens.weight.requires_grad_(False)
         self.fc = nn.Linear(len(config.boundaries) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.input_norm = RMSNorm(len(config.boundaries) * config.target_hidden_size, config.rms_norm_eps) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList([RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.boundaries]) if config.fc_norm else None
         self.layers = nn.ModuleList([Layer(config)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -196,6 +230,8 @@ class Drafter(nn.Module):
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
         """The target's states, boundaries concatenated in ascending order [n, B*H] -> hidden [n, H]."""
+        if self.input_norm is not None:
+            states = self.input_norm(states)
         if self.fc_norm is not None:
             parts = states.split(self.config.target_hidden_size, dim=-1)
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
@@ -261,9 +297,10 @@ def initial_drafter(config: DrafterConfig, vocab: DraftVocab, target: Target, se
 def save_drafter(drafter: Drafter, folder: Path, record: dict, name: str = FILE) -> Path:
     """Write the drafter as one file, whole or absent: the trained weights, the ids of its vocabulary, its shape and `record` (what it was made from).
 
-    The frozen embedding is left out. `record["target"]`, with name and fingerprint, is what `load_drafter` compares. Gives the file's path.
+    The target's embedding is left out. `record["target"]`, with name and fingerprint, is what `load_drafter` compares. Gives the file's path.
     """
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items() if name != "embed_tokens.weight"}
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()
+               if name != "embed_tokens.weight" or drafter.config.own_embedding}
     metadata = {"format": "pt", "drafter": json.dumps({"config": dataclasses.asdict(drafter.config), "record": record})}
     return write_safetensors(Path(folder) / name, weights | {"vocab.ids": drafter.vocab.ids}, metadata)
 
@@ -274,18 +311,20 @@ def read_record(folder: Path) -> dict:
 
 
 def load_drafter(folder: Path, target: Target) -> Drafter:
-    """The drafter that training saved, with the target's embedding, in float32. EyasError: none there, a torn file, another target's, another shape."""
+    """The drafter that training or an import saved, with the target's embedding if it has none of its own, in float32. EyasError: none there, a torn file, another target's, another shape."""
     path = Path(folder) / FILE
     described = _read_metadata(path)
     made_for = described["record"].get("target", {})
     if made_for.get("fingerprint") != target.fingerprint:
         raise EyasError(f"the drafter was trained for another target: {made_for.get('name')} ({str(made_for.get('fingerprint'))[:12]}...)",
                         f"{target.name} ({target.fingerprint[:12]}...)", "train one for this target: python -m eyas train -p run_name NAME")
-    config = DrafterConfig(**{**described["config"], "boundaries": tuple(described["config"]["boundaries"])})
+    shape = {**described["config"], "boundaries": tuple(described["config"]["boundaries"])}
+    config = (ImportedConfig if "norm_before_fc" in shape else DrafterConfig)(**shape)
     with safe_open(path, framework="pt") as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}
     drafter = Drafter(config, DraftVocab(weights.pop("vocab.ids"), config.vocab_size))
-    weights["embed_tokens.weight"] = target.embedding().float()
+    if not config.own_embedding:
+        weights["embed_tokens.weight"] = target.embedding().float()
     for name, tensor in drafter.state_dict().items():
         if name not in weights or weights[name].shape != tensor.shape:
             found = f"of shape {list(weights[name].shape)}" if name in weights else "missing"
