@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from eyas import __version__, pages
+from eyas import __version__, index, pages, summary
 from eyas.config import Config, read_profile
 from eyas.errors import EyasError
 from eyas.files import ROOT, git_state, read_json, write_json, write_text
@@ -144,7 +144,7 @@ def versions() -> dict[str, str]:
 
 def headline(config: Config) -> dict | None:
     """The numbers that the index opens with, copied from the run's acceptance folder; None when this run has not measured acceptance."""
-    path, walk_path = config.acceptance_dir / "acceptance.json", config.acceptance_dir / "walk.json"
+    path, walk_path, served_path = (config.acceptance_dir / f"{name}.json" for name in ("acceptance", "walk", "served"))
     if not path.is_file():
         return None
     found = read_json(path)
@@ -153,7 +153,7 @@ def headline(config: Config) -> dict | None:
     def block(record: dict, name: str, prompts: int) -> dict:
         return {key: record[name][key] for key in ("value", "low", "high")} | {"prompts": prompts}
 
-    walked = read_json(walk_path) if walk_path.is_file() else None
+    walked, served = (read_json(p) if p.is_file() else None for p in (walk_path, served_path))
     return {
         "target": found["settings"]["target"],
         "boundaries": found["settings"]["boundaries"],
@@ -161,9 +161,12 @@ def headline(config: Config) -> dict | None:
         "parity": _parity_sentence(config),
         "acceptance_length": block(found, "acceptance_length", counts["prompts"]),
         "offline_estimate": block(walked, "acceptance_length", walked["counts"]["samples"]) if walked else None,
+        "served": served["headline"] | {"dtype": served["settings"]["dtype"], "verdict": served["verdict"]} if served else None,
+        "served_speed_ratio": block(served, "speed_ratio", served["speed_prompts"]) if served and served["speed_ratio"] else None,
         "speed_ratio": block(found, "speed_ratio", counts["prompts"]),
         "speed_ratio_bfloat16": block(found, "speed_ratio_bfloat16", again["prompts"]),
         "repeated_bigrams": found["repeated_bigrams"]["value"],
+        "repeats_warning": (found.get("repeats") or {}).get("warning"),
         "outside_vocab": found["outside_vocab"]["value"],
         "identical_float32": identical["differing"] == 0,
         "identical_prompts": identical["prompts"] - identical["differing"],
@@ -197,14 +200,37 @@ def _parity_sentence(config: Config) -> str:
 
 
 def write_index(reports: Path = REPORTS) -> Path:
-    """reports/index.html from every run.json under `reports`, newest first. A run whose process is gone without a word is shown as killed."""
+    """reports/index.html and each run's summary.md and summary.html from every run.json under `reports`; links between the pages of a run that has ended.
+
+    A run whose process is gone without a word is shown as killed, one whose run.json cannot be read as that.
+    """
     runs = []
-    for path in reports.glob("*/run.json"):
-        run = _read_run(path.parent)
-        if run["state"] == "running" and not is_alive(run):
-            run |= {"state": "died", "problem": "Its process is gone and left no word."}
+    for path in sorted(reports.glob("*/run.json")):
+        try:
+            run = _read_run(path.parent) | {"run_name": path.parent.name}
+            if run["state"] == "running" and not is_alive(run):
+                run |= {"state": "died", "problem": "Its process is gone and left no word."}
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            run = {"run_name": path.parent.name, "state": "unreadable", "problem": f"run.json can't be read ({type(error).__name__}: {error})"}
         runs.append(run)
-    return write_text(reports / "index.html", pages.index_page(runs))
+        if run["state"] != "running":
+            _link_pages(path.parent, run)
+        _write_changed(path.with_name("summary.md"), summary.markdown(run))
+        _write_changed(path.with_name("summary.html"), index.summary_page(run))
+    return write_text(reports / "index.html", index.index_page(runs))
+
+
+def _link_pages(out: Path, run: dict) -> None:
+    """The previous and the next notebook at the head of each page that is there."""
+    names = [n["name"] for n in run.get("notebooks") or [] if (out / f"{n['name']}.html").is_file()]
+    for before, name, after in zip([None, *names], names, [*names[1:], None]):
+        path = out / f"{name}.html"
+        _write_changed(path, pages.with_links(path.read_text(encoding="utf-8"), before, after))
+
+
+def _write_changed(path: Path, text: str) -> None:
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        write_text(path, text)
 
 
 def _run_notebook(path: Path, record: dict, work: Path, out: Path, command: str, cell_timeout_s: float, save) -> None:
@@ -333,7 +359,7 @@ def _write_page(path: Path, output: Path, record: dict, out: Path) -> None:
     title = re.search(r"^# (.+)$", "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown"), re.M)
     record["title"] = title.group(1) if title else path.stem
     facts = f"{path.stem}, {record['state']}, {record['started'][:16].replace('T', ' ')} UTC, {duration_text(record['duration_s'])}"
-    html = pages.notebook_page(notebook, record["title"], facts, pages.failure_banner(record), '<a href="../index.html">All reports</a>')
+    html = pages.notebook_page(notebook, record["title"], facts, pages.failure_banner(record))
     write_text(out / f"{path.stem}.html", html)
     record["page"] = f"{path.stem}.html"
 
