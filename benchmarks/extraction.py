@@ -60,7 +60,7 @@ def main() -> None:
 def start(config: Config, target, folder: Path) -> Server:
     spool = folder / "spool"
     port = _free_port()
-    command, environment = server_command(config, target, config.stored_boundaries(target.n_blocks), port, spool)
+    command, environment = server_command(config, target.folder, config.stored_boundaries(target.n_blocks), port, spool)
     with open(folder / "server.log", "wb") as log:
         process = subprocess.Popen([*command, "--enable-return-hidden-states"], stdout=log, stderr=log, env=os.environ | environment, start_new_session=True)
     (folder / "server.json").write_text("{}")

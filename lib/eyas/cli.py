@@ -33,6 +33,9 @@ def _server(args) -> int:
     from eyas import serve
 
     config = _config(args)
+    if args.action == "command":
+        print(serve.command_text(config))
+        return 0
     if args.action == "up":
         server = serve.server_up(config, owner="hand")
         print(f"up: {server.url} (pid {server.pid}), log {serve.shown(server.log)}")
@@ -242,6 +245,19 @@ def _sweep(args) -> int:
     return 1 if study.record["failed"] else 0
 
 
+def _tune(args) -> int:
+    from eyas.prompts import load_prompts
+    from eyas.target import load_target
+    from eyas.tune import summary, tune, tuned_profile
+
+    config = _config(args)
+    result = tune(config, load_target(config.target), load_prompts(config.answered_path))
+    print(summary(result))
+    if result["helped"]:
+        print(f"kept as a profile: --profile {tuned_profile(config)}")
+    return 0
+
+
 def _walk(args) -> int:
     from eyas.drafter import load_drafter
     from eyas.store import Store
@@ -301,8 +317,10 @@ def build_parser() -> argparse.ArgumentParser:
     _with_profile(commands.add_parser("target", help="the target's facts; makes the embedded one when it is not there")).set_defaults(run=_target)
 
     server = commands.add_parser("server", help="start, wait for, inspect or stop the run's SGLang server")
-    server.add_argument("action", choices=("up", "wait", "status", "down"))
+    server.add_argument("action", choices=("up", "wait", "status", "down", "command"), help="command: print what `up` would start, with its variables, and start nothing")
     _with_profile(server).set_defaults(run=_server)
+
+    _with_profile(commands.add_parser("tune", help="try server settings against the profile's own, side by side, within tune_minutes; keeps what is confirmed as a profile; goes on where it was")).set_defaults(run=_tune)
 
     prompts = commands.add_parser("prompts", help="build, show or answer the prompt set").add_subparsers(dest="action", required=True, metavar="ACTION")
     build = prompts.add_parser("build", help="write our own prompt set, user turns only")

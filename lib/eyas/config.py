@@ -19,7 +19,7 @@ from eyas.errors import EyasError
 from eyas.files import ROOT, data_dir
 
 PROFILES = ROOT / "notebooks" / "profiles"
-RUN_PARTS = ("store", "drafter", "export", "acceptance", "prompts", "server", "notebooks", "sweep")  # folders of a run
+RUN_PARTS = ("store", "drafter", "export", "acceptance", "prompts", "server", "notebooks", "tune", "sweep")  # folders of a run
 
 
 def _doc(default, text: str):
@@ -46,6 +46,29 @@ class Config:
     server_timeout_s: float = _doc(300.0, "how long a server may take to be ready, seconds")
     spool_dir: str = _doc("", "where the server hands rows to the client, a folder that both see; empty: in the run's server folder")
     spool_gib: float = _doc(4.0, "most that may wait there, GiB; then requests wait")
+    # What makes the server fast and leaves what is captured as it is; `python -m eyas tune` searches here
+    max_prefill_tok: int = _doc(0, "tokens of one prefill pass; 0: max_total_tok. More fill the device, fewer need less memory and stay in its caches")
+    server_threads: int = _doc(0, "CPU threads of the server alone; 0: threads")
+    omp_spin: int = _doc(-1, "CPU: rounds that an idle thread waits awake (GOMP_SPINCOUNT); -1: OpenMP's choice. More answer sooner, fewer leave the cores to others")
+    huge_pages: bool = _doc(False, "CPU: weights and activations in pages of 2 MiB: fewer address look-ups, a little more memory")
+    mem_fraction_static: float = _doc(0.0, "share of a GPU for weights and KV cache; 0: SGLang's choice. More: longer queues; less: room for a large prefill and for NCCL")
+    attention_backend: str = _doc("", "attention kernels: fa3, flashinfer, flashmla, triton, ...; empty: SGLang's choice for model and GPU. Each has its fast phase, and its rounding")
+    custom_all_reduce: bool = _doc(True, "GPUs: SGLang's own sum of up to 8 MiB, as decoding sends it: least latency; False: NCCL's for all, as the nccl_ settings say")
+    nccl_proto: str = _doc("", "NCCL_PROTO: LL (least latency, half the bandwidth or less), LL128 (nearly both, NVLink), Simple (all the bandwidth, slow start); empty: by size")
+    nccl_algo: str = _doc("", "NCCL_ALGO: Ring (bandwidth), Tree (fewer steps: latency), NVLS (the switch adds up; with nccl_nvls); empty: by size")
+    nccl_min_channels: int = _doc(0, "NCCL_MIN_NCHANNELS; each channel adds bandwidth and takes a multiprocessor from computing; 0: NCCL's choice")
+    nccl_max_channels: int = _doc(0, "NCCL_MAX_NCHANNELS; few leave the GPU to computing, many end a large prefill's sums sooner; 0: NCCL's choice")
+    nccl_nvls: bool = _doc(False, "NCCL may sum inside the NVLink switch: sooner for a large prefill, for GPU memory that its buffers take")
+    decode_graph_batch: int = _doc(0, "GPU: largest decode batch that is a CUDA graph; 0: SGLang's choice. Smaller: sooner up, less memory; larger batches go without")
+    trust_remote_code: bool = _doc(False, "the server runs Python that lies in the model's folder, as Kimi's tokenizer does")
+    # Tuning the server
+    tune_trials: int = _doc(12, "changes of a setting that `tune` tries, at most; 0: only how far two servers with the same settings differ")
+    tune_minutes: float = _doc(5.0, "time after which `tune` begins no further trial, minutes; it is counted over all starts of the same search")
+    tune_try: str = _doc("", "settings and values to try, in this order: 'max_prefill_tok:2048,4096 server_threads:1'; empty: those that matter on the device")
+    tune_rounds: int = _doc(6, "times that the two servers of a trial are measured, in turns")
+    tune_samples: int = _doc(16, "samples prefilled, with capture, in each round")
+    tune_new_tok: int = _doc(48, "tokens decoded by one request in each round")
+    tune_together: bool = _doc(True, "both servers of a trial are up at once; False where the memory holds one: they take turns, and every turn starts one")
     # Prompts
     prompt_set: str = _doc("data_manifests/eyas_chat.jsonl", "JSONL of conversations, relative to the repository or absolute; or several: folder/name*.jsonl")
     generate_responses: bool = _doc(False, "make the responses afresh with the server instead of using the shipped ones")
@@ -133,21 +156,26 @@ class Config:
         need(bool(self.notebooks.split()) and all(len(n) == 2 and n.isdigit() for n in self.notebooks.split()), "notebooks", "numbers such as '01 02 03'")
         need(not set(self.compare_run) & set("/\\\0") and self.compare_run not in (self.run_name, ".", ".."), "compare_run", "another run's folder name, or nothing")
         need(not set(self.drafter_run) & set("/\\\0") and self.drafter_run not in (".", ".."), "drafter_run", "a run's folder name, or nothing")
-        for name, values in (("loss_mean", ("slots", "grid")), ("initial_weights", ("target", "random")), ("parallel", ("ddp", "fsdp")), ("mask_shift", (0, 1)),
+        for name, values in (("nccl_proto", ("", "LL", "LL128", "Simple")), ("nccl_algo", ("", "Ring", "Tree", "NVLS", "NVLSTree")), ("loss_mean", ("slots", "grid")), ("initial_weights", ("target", "random")), ("parallel", ("ddp", "fsdp")), ("mask_shift", (0, 1)),
                              ("loss", ("kl", "tv", "lk_alpha", "lk_lambda"))):
             need(getattr(self, name) in values, name, " or ".join(map(repr, values)))
         for name in ("threads", "max_total_tok", "context_tok", "max_new_tok", "train_samples", "heldout_samples", "max_length", "concurrency",
-                     "shard_mib", "draft_vocab_size", "draft_steps", "batch_tok", "speculative_num_steps", "speculative_eagle_topk", "speed_steps", "speed_topk", "baseline_prompts", "decode_prompts", "decode_new_tok", "tensor_parallel", "parity_samples", "checkpoint_steps", "keep_checkpoints",
+                     "shard_mib", "draft_vocab_size", "draft_steps", "batch_tok", "speculative_num_steps", "speculative_eagle_topk", "speed_steps", "speed_topk", "baseline_prompts", "decode_prompts", "decode_new_tok", "tensor_parallel", "parity_samples", "tune_samples", "checkpoint_steps", "keep_checkpoints",
                      "sweep_parallel", "sweep_threads", "sweep_seeds", "forward_size", "forward_tried"):
             need(getattr(self, name) >= 1, name, "at least 1")
         for name in ("epochs", "learning_rate", "step_decay", "server_timeout_s", "spool_gib", "request_timeout_s"):
             need(getattr(self, name) > 0, name, "more than 0")
-        for name in ("pass_tok", "eval_steps", "patience", "spike_ratio", "plan_tok", "plan_samples", "plan_hidden_size", "plan_blocks", "plan_tok_per_s", "speculative_num_draft_tokens", "temperature", "contenders"):
+        for name in ("max_prefill_tok", "server_threads", "nccl_min_channels", "nccl_max_channels", "decode_graph_batch", "tune_trials", "tune_minutes", "pass_tok", "eval_steps", "patience", "spike_ratio", "plan_tok", "plan_samples", "plan_hidden_size", "plan_blocks", "plan_tok_per_s", "speculative_num_draft_tokens", "temperature", "contenders"):
             need(getattr(self, name) >= 0, name, "at least 0")
         need(not self.server_url or all(url.strip().startswith(("http://", "https://")) for url in self.server_url.split(",")), "server_url", "http://HOST:PORT, or several with commas between")
+        need(self.omp_spin >= -1, "omp_spin", "at least 0, or -1 for OpenMP's choice")
+        need(0 <= self.mem_fraction_static < 1, "mem_fraction_static", "0 (SGLang's choice) up to, not including, 1")
+        need(0 in (self.nccl_min_channels, self.nccl_max_channels) or self.nccl_min_channels <= self.nccl_max_channels, "nccl_min_channels", f"at most nccl_max_channels ({self.nccl_max_channels})")
+        need(self.tune_rounds >= 3 and self.tune_new_tok >= 8, "tune_rounds" if self.tune_rounds < 3 else "tune_new_tok", "at least 3 rounds of 8 tokens: an interval needs several")
         need(0 <= self.port <= 65535, "port", "0 (a free one) to 65535")
         need(0 <= self.warmup_ratio < 1, "warmup_ratio", "0 up to, not including, 1")
         need(self.speculative_eagle_topk <= self.draft_vocab_size, "speculative_eagle_topk", f"at most draft_vocab_size ({self.draft_vocab_size})")
+        need(self.max_prefill_tok == 0 or self.max_prefill_tok >= self.max_length, "max_prefill_tok", f"0, or at least max_length ({self.max_length}): a sample's rows come in one pass")
         need(self.max_length <= self.context_tok, "max_length", f"at most context_tok ({self.context_tok})")
         self.verified_tok
 
@@ -202,6 +230,10 @@ class Config:
     @property
     def server_dir(self) -> Path:
         return self.run_dir / "server"
+
+    @property
+    def tune_dir(self) -> Path:
+        return self.run_dir / "tune"
 
     def stored_boundaries(self, n_blocks: int) -> tuple[int, ...]:
         """The drafter's, the extra ones and N, ascending."""

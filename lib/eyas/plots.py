@@ -371,6 +371,28 @@ def _error(values: np.ndarray, intervals: list[dict]) -> np.ndarray:
     return np.abs(np.array([values - low, high - values]))
 
 
+def plot_tuning(table: pd.DataFrame, noise: dict[str, float], ax: Axes | None = None) -> Axes:
+    """Speed of each trial's settings over those it was measured beside, with 95 % intervals; shaded: what two servers with the same settings differ by.
+
+    table: `tune.trials_table`; noise: measure -> the factor by which equals may differ.
+    """
+    with plt.rc_context(STYLE):
+        table = table[::-1].reset_index(drop=True)
+        ax = _axes(ax, height=1.6 + 0.42 * len(table))
+        for measure, colour, shift in (("prefill", BLUE, 0.13), ("decode", ORANGE, -0.13)):
+            rows = table[[isinstance(ratio, dict) for ratio in table[measure]]]
+            values = np.array([ratio["value"] for ratio in rows[measure]])
+            ax.axvspan(1 / noise[measure], noise[measure], color=colour, alpha=0.1, linewidth=0)
+            ax.errorbar(values, rows.index + shift, xerr=_error(values, list(rows[measure])), color=colour, fmt="o", capsize=4, label=measure)
+        ax.axvline(1, color="black", linewidth=1)
+        kinds = {"noise": "", "kept": ": kept", "not kept": "", "refused": ": refused"}
+        ax.set_yticks(range(len(table)), [f"{change}{kinds[outcome]}" for change, outcome in zip(table["change"], table["outcome"])])
+        ax.set(xlabel="tokens per second, over the settings beside it", title="Server settings, each measured in turns (95 % intervals; shaded: noise)", ylim=(-0.6, len(table) - 0.4))
+        ax.grid(axis="y", visible=False)
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return ax
+
+
 def plot_choices(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """Acceptance length of each choice of boundaries with 95 % intervals, single seeds as dots, the default marked. table: that of `layers.choices_table`."""
     with plt.rc_context(STYLE):

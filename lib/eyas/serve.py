@@ -8,6 +8,7 @@ import ctypes
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -128,13 +129,13 @@ def started_ticks(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
-def server_command(config: Config, target: Target, boundaries: tuple[int, ...], port: int, spool: Path, chunk_tok: int = 0) -> tuple[list[str], dict[str, str]]:
+def server_command(config: Config, model: Path, boundaries: tuple[int, ...], port: int, spool: Path, chunk_tok: int = 0) -> tuple[list[str], dict[str, str]]:
     """The exact command and the variables that it needs beyond the caller's; everything comes from the profile.
 
     `chunk_tok`: 0 for extraction; otherwise as servers run elsewhere, with the prefix cache and with prefill in chunks of so many tokens.
     """
     flags = {
-        "--model-path": target.folder,
+        "--model-path": model,
         "--host": "127.0.0.1",
         "--port": port,
         "--device": config.device,
@@ -142,7 +143,7 @@ def server_command(config: Config, target: Target, boundaries: tuple[int, ...], 
         "--tp-size": config.tensor_parallel,
         "--context-length": config.context_tok + CONTEXT_MARGIN_TOK,
         "--max-total-tokens": config.max_total_tok,
-        "--max-prefill-tokens": config.max_total_tok,
+        "--max-prefill-tokens": config.max_prefill_tok or config.max_total_tok,
         "--chunked-prefill-size": chunk_tok or -1,  # -1: a sample's rows come in one piece
         "--cuda-graph-backend-prefill": "disabled",  # hooks see every prefill
         "--random-seed": config.seed,
@@ -157,17 +158,63 @@ def server_command(config: Config, target: Target, boundaries: tuple[int, ...], 
     }
     if config.device == "cpu":
         flags |= {
-            "--attention-backend": "torch_native",
+            "--attention-backend": config.attention_backend or "torch_native",
             "--sampling-backend": "pytorch",
             "--grammar-backend": "none",
             "--cuda-graph-backend-decode": "disabled",
-            "--mem-fraction-static": 0.3,
+            "--mem-fraction-static": config.mem_fraction_static or 0.3,
         }
-        environment |= {"SGLANG_PLATFORM": "eyas_cpu", "OMP_NUM_THREADS": str(config.threads)}
+        environment |= {"SGLANG_PLATFORM": "eyas_cpu", "OMP_NUM_THREADS": str(config.server_threads or config.threads)}
+        environment |= {"GOMP_SPINCOUNT": str(config.omp_spin)} if config.omp_spin >= 0 else {}
+        environment |= {"THP_MEM_ALLOC_ENABLE": "1"} if config.huge_pages else {}
+    else:  # what is empty or 0 is left to SGLang and NCCL
+        chosen = {"--attention-backend": config.attention_backend, "--mem-fraction-static": config.mem_fraction_static, "--cuda-graph-max-bs-decode": config.decode_graph_batch}
+        flags |= {name: value for name, value in chosen.items() if value}
+        switches += ["--enable-nccl-nvls"] * config.nccl_nvls + ["--disable-custom-all-reduce"] * (not config.custom_all_reduce)
+        chosen = {"NCCL_PROTO": config.nccl_proto, "NCCL_ALGO": config.nccl_algo, "NCCL_MIN_NCHANNELS": config.nccl_min_channels, "NCCL_MAX_NCHANNELS": config.nccl_max_channels}
+        environment |= {name: str(value) for name, value in chosen.items() if value}
+    switches += ["--trust-remote-code"] * config.trust_remote_code
     command = [sys.executable, "-m", "sglang.launch_server"]
     for name, value in flags.items():
         command += [name, str(value)]
     return command + switches, environment
+
+
+def command_text(config: Config) -> str:
+    """What `server up` would start, as a shell takes it: a line for each variable, then one for each flag. Nothing is started, and neither target nor GPU has to be here.
+
+    Of a target that lies elsewhere, plan_blocks of the profile says how many blocks it has. Port 0, a free one, is written as SGLang's own 30000.
+    """
+    folder = Path(config.target)
+    if config.plan_blocks and not folder.is_dir():
+        n_blocks = config.plan_blocks
+    else:
+        folder, n_blocks = (target := load_target(config.target)).folder, target.n_blocks
+    boundaries = config.stored_boundaries(n_blocks)
+    check_boundaries(boundaries, n_blocks)
+    spool = Path(config.spool_dir) if config.spool_dir else config.server_dir / "spool"
+    command, environment = server_command(config, folder, boundaries, config.port or 30000, spool)
+    lines = [f"{name}={shlex.quote(value)}" for name, value in environment.items()] + ["python -m sglang.launch_server"]
+    for word in command[3:]:
+        if word.startswith("--"):
+            lines.append(f"  {word}")
+        else:
+            lines[-1] += f" {shlex.quote(word)}"
+    return " \\\n".join(lines)
+
+
+def check_device(config: Config) -> None:
+    """EyasError where a server on GPUs is asked for and this machine does not show as many as it takes."""
+    if config.device != "cuda":
+        return
+    import torch  # seconds to import
+
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < config.tensor_parallel:
+        raise EyasError(
+            f"device = 'cuda' with tensor_parallel = {config.tensor_parallel}, and torch {torch.__version__} sees {found} GPUs here", "as many as that, with requirements/gpu.txt installed",
+            "python -m eyas server command, which prints what to start where they are, or -p device cpu -p tensor_parallel 1",
+        )
 
 
 def server_up(config: Config, tied: bool = False, chunk_tok: int = 0, owner: str = "") -> Server:
@@ -178,6 +225,7 @@ def server_up(config: Config, tied: bool = False, chunk_tok: int = 0, owner: str
     EyasError: one is already up, the port is taken, boundaries outside 0..N, the server died (with the end of its log),
     or it came up without the plugin (it is stopped then).
     """
+    check_device(config)
     target = load_target(config.target)
     boundaries = config.stored_boundaries(target.n_blocks)
     check_boundaries(boundaries, target.n_blocks)
@@ -195,7 +243,7 @@ def server_up(config: Config, tied: bool = False, chunk_tok: int = 0, owner: str
     if not config.spool_dir:
         for leftover in spool.iterdir():  # of a server that is gone
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    command, environment = server_command(config, target, boundaries, port, spool, chunk_tok)
+    command, environment = server_command(config, target.folder, boundaries, port, spool, chunk_tok)
     with open(folder / "server.log", "wb") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=os.environ | environment, start_new_session=True,
