@@ -27,6 +27,7 @@ from eyas.target import Target, check_boundaries, load_target
 
 LOG_TAIL_LINES = 15
 CONTEXT_MARGIN_TOK = 8  # SGLang keeps a few positions for output; a prompt as long as the context is to be captured too
+SERVING_CHUNK_TOK = 2048  # prefill of a server that serves, as SGLang does on a small GPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Server:
             info = dict(answer.json())
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError) as error:
             raise EyasError(f"no answer from {self.url}: {type(error).__name__}", "a running SGLang server", "python -m eyas server up" if self.pid else "start it, or leave server_url empty") from None
-        capture = next((state["eyas_capture"] for state in info.get("internal_states", []) if "eyas_capture" in state), None)
+        capture, drafter = (next((state[name] for state in info.get("internal_states", []) if name in state), None) for name in ("eyas_capture", "eyas_drafter"))
         return {
             "url": self.url,
             "pid": self.pid or None,
@@ -90,7 +91,8 @@ class Server:
             "chunked_prefill": (info.get("chunked_prefill_size") or -1) > 0,
             "overlap": not info.get("disable_overlap_schedule", False),
             "prefill_graph": info.get("cuda_graph_backend_prefill") not in (None, "disabled"),
-            "capture": capture,  # None: the plugin is not on
+            "capture": capture,  # None: the plugin captures nothing
+            "drafter": _drafter(info, drafter),  # None: the server doesn't draft
             "flags": {name: info.get(name) for name in ("attention_backend", "sampling_backend", "tp_size", "random_seed", "mem_fraction_static")},
         }
 
@@ -129,10 +131,22 @@ def started_ticks(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
-def server_command(config: Config, model: Path, boundaries: tuple[int, ...], port: int, spool: Path, chunk_tok: int = 0) -> tuple[list[str], dict[str, str]]:
+def _drafter(info: dict, read_back: dict | None) -> dict | None:
+    """The settings, and what the plugin says of the running model: `boundaries` that feed the drafter; None where the plugin is not on."""
+    if not info.get("speculative_algorithm"):
+        return None
+    settings = {name: info.get(f"speculative_{flag}") for name, flag in (
+        ("algorithm", "algorithm"), ("path", "draft_model_path"), ("num_steps", "num_steps"), ("topk", "eagle_topk"), ("draft_tokens", "num_draft_tokens"),
+    )}
+    return settings | {"boundaries": read_back and read_back["boundaries"], "ids": read_back and read_back["ids"]}
+
+
+def server_command(config: Config, model: Path, boundaries: tuple[int, ...], port: int, spool: Path, chunk_tok: int = 0,
+                   draft: Path | None = None) -> tuple[list[str], dict[str, str]]:
     """The exact command and the variables that it needs beyond the caller's; everything comes from the profile.
 
     `chunk_tok`: 0 for extraction; otherwise as servers run elsewhere, with the prefix cache and with prefill in chunks of so many tokens.
+    `draft`: an exported drafter (`eyas.export`) to draft with, as EAGLE3.
     """
     flags = {
         "--model-path": model,
@@ -149,6 +163,15 @@ def server_command(config: Config, model: Path, boundaries: tuple[int, ...], por
         "--random-seed": config.seed,
     }
     switches = ["--sleep-on-idle", "--disable-overlap-schedule", "--skip-server-warmup"] + ([] if chunk_tok else ["--disable-radix-cache"])
+    if draft is not None:
+        flags |= {
+            "--speculative-algorithm": "EAGLE3",  # EAGLE would run too, and accept nothing
+            "--speculative-draft-model-path": draft,
+            "--speculative-num-steps": config.speculative_num_steps,
+            "--speculative-eagle-topk": config.speculative_eagle_topk,
+            "--speculative-num-draft-tokens": config.verified_tok,
+        }
+        switches += ["--speculative-use-rejection-sampling"] * config.speculative_use_rejection_sampling
     environment = {
         "EYAS_CAPTURE": json.dumps({"boundaries": list(boundaries), "spool": str(spool), "quota": int(config.spool_gib * 2**30)}),
         "SGLANG_PLUGINS": "eyas_capture",
@@ -235,22 +258,13 @@ def server_up(config: Config, tied: bool = False, chunk_tok: int = 0, owner: str
         raise EyasError(f"server_url = {config.server_url!r} names a server of your own", "an empty one to start another", "python -m eyas server up -p server_url ''")
     if running is not None:
         raise EyasError(f"a server of run {config.run_name!r} is already up at {running.url} (pid {running.pid})", "", f"python -m eyas server down {_profile_hint(config)}")
-    port = config.port or _free_port()
-    if _port_taken(port):
-        raise EyasError(f"port {port} of 127.0.0.1 is taken by another server", "a free port", "python -m eyas server up -p port 0")
+    port = _port_for(config)
     spool = Path(config.spool_dir) if config.spool_dir else folder / "spool"
     spool.mkdir(parents=True, exist_ok=True)
     if not config.spool_dir:
         for leftover in spool.iterdir():  # of a server that is gone
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    command, environment = server_command(config, target.folder, boundaries, port, spool, chunk_tok)
-    with open(folder / "server.log", "wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=os.environ | environment, start_new_session=True,
-            preexec_fn=_die_with_parent if tied else None,
-        )
-    server = Server(f"http://127.0.0.1:{port}", process.pid, started_ticks(process.pid), folder, owner or _owner())
-    write_json(folder / "server.json", {"url": server.url, "pid": server.pid, "started": server.started, "owner": server.owner, "command": command, "environment": environment})
+    server = _start(*server_command(config, target.folder, boundaries, port, spool, chunk_tok), port, folder, tied, owner)
     try:
         server.wait(config.server_timeout_s)
         if server.status()["capture"] is None:
@@ -258,6 +272,44 @@ def server_up(config: Config, tied: bool = False, chunk_tok: int = 0, owner: str
     except BaseException:
         server.down()
         raise
+    return server
+
+
+def serving_up(config: Config, draft: Path | None, folder: Path, *, tied: bool = False) -> Server:
+    """Start a server as one serves, with the prefix cache and nothing captured, and wait for it; it drafts with the exported drafter `draft`.
+
+    server.json and server.log go into `folder`; `tied` as in `server_up`. Its `status()["drafter"]` says which boundaries feed the drafter.
+    EyasError: a server of that folder is up, the port is taken, a draft folder without a drafter, the server died, or came up without drafter or plugin.
+    """
+    target = load_target(config.target)
+    if draft is not None and not (Path(draft) / "config.json").is_file():
+        raise EyasError(f"no config.json in {Path(draft).name!r}", "an exported drafter", "python -m eyas export --profile demo")
+    running = started_server(folder)
+    if running is not None:
+        raise EyasError(f"a server of {shown(folder)} is already up at {running.url} (pid {running.pid})", "", f"stop it: kill {running.pid}")
+    folder.mkdir(parents=True, exist_ok=True)
+    port = _port_for(config)
+    server = _start(*server_command(config, target.folder, (), port, folder, SERVING_CHUNK_TOK, draft), port, folder, tied)
+    try:
+        server.wait(config.server_timeout_s)
+        drafter = server.status()["drafter"]
+        if draft is not None and (drafter is None or drafter["boundaries"] is None):
+            raise EyasError(f"the server came up without {'its drafter' if drafter is None else 'the plugin'}; see {shown(server.log)}", "both", "python -m eyas doctor")
+    except BaseException:
+        server.down()
+        raise
+    return server
+
+
+def _start(command: list[str], environment: dict[str, str], port: int, folder: Path, tied: bool, owner: str = "") -> Server:
+    """The process in a session of its own, with its log and server.json; not waited for."""
+    with open(folder / "server.log", "wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=os.environ | environment, start_new_session=True,
+            preexec_fn=_die_with_parent if tied else None,
+        )
+    server = Server(f"http://127.0.0.1:{port}", process.pid, started_ticks(process.pid), folder, owner or _owner())
+    write_json(folder / "server.json", {"url": server.url, "pid": server.pid, "started": server.started, "owner": server.owner, "command": command, "environment": environment})
     return server
 
 
@@ -342,6 +394,13 @@ def _owner() -> str:
 
 def _profile_hint(config: Config) -> str:
     return f"-p run_name {config.run_name}"
+
+
+def _port_for(config: Config) -> int:
+    port = config.port or _free_port()
+    if _port_taken(port):
+        raise EyasError(f"port {port} of 127.0.0.1 is taken by another server", "a free port", "python -m eyas server up -p port 0")
+    return port
 
 
 def _free_port() -> int:

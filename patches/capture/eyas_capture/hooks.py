@@ -179,10 +179,15 @@ def _is_writer() -> bool:
 
 
 def install(original, scheduler, *args, **kwargs):
-    """Around `Scheduler.init_model_worker`: the model is loaded, so put the pre-hooks on it. Raises when that cannot be done."""
+    """Around `Scheduler.init_model_worker`: the model is loaded, so put the pre-hooks on it. Raises when that cannot be done.
+
+    Without boundaries nothing is captured: then the plugin only tells what feeds the drafter.
+    """
     global _capture
     result = original(scheduler, *args, **kwargs)
     settings = json.loads(os.environ["EYAS_CAPTURE"])
+    if not settings["boundaries"]:
+        return result
     spool = Spool(settings["spool"], settings.get("quota", QUOTA_BYTES))
     _capture = Capture(scheduler.tp_worker.model_runner.model, settings["boundaries"], spool)
     logger.info("eyas_capture %s: boundaries %s of %d blocks", VERSION, list(_capture.boundaries), _capture.n_blocks)
@@ -247,9 +252,21 @@ def _joined(pieces: list) -> dict[str, torch.Tensor]:
     return {key: torch.cat([piece[key] for piece in pieces]) for key in pieces[0]}
 
 
+def drafter_state(scheduler) -> dict:
+    """What the running target gives the drafter: the boundaries in front of which its blocks hand out their residual stream, read from the
+    loaded model (`layers_to_capture`, in boundaries in every family), beside the ids that the drafter's checkpoint asked for."""
+    target = scheduler.tp_worker.model_runner.model
+    captured = next((module.layers_to_capture for module in target.modules() if getattr(module, "layers_to_capture", None)), [])
+    config = scheduler.draft_worker.draft_worker.draft_runner.model_config.hf_config
+    ids = (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids", getattr(config, "eagle_aux_hidden_state_layer_ids", None))
+    return {"boundaries": sorted(set(captured)), "ids": ids, "model": type(scheduler.draft_worker.draft_worker.draft_runner.model).__name__}
+
+
 def internal_state(original, scheduler, *args, **kwargs):
     """Around `Scheduler.get_internal_state`: what `/server_info` shows of this plugin."""
     result = original(scheduler, *args, **kwargs)
+    if scheduler.draft_worker is not None:
+        result.internal_state["eyas_drafter"] = drafter_state(scheduler)
     if _capture is not None:
         result.internal_state["eyas_capture"] = {
             "version": VERSION,

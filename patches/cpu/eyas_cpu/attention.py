@@ -2,33 +2,59 @@
 
 SGLang's backend loops over the sequences of a batch and gathers keys and values for each of them: 72 % of the time of a
 decode batch of 64 on two cores. Here a decode batch is one padded call, and a prefill without a cached prefix attends to
-the keys and values that it was just given. Whatever else comes (sliding window, cross-attention, prefixes, MLA) goes to
-the parent class.
+the keys and values that it was just given. The modes of speculative decoding, which SGLang's backend does not have, are such padded calls too:
+the verify step of the target, draft-extend and draft decode of the drafter. Latent attention
+has its prefill in `mla`. Whatever else comes (sliding window, cross-attention) goes to the parent class.
 """
 
 import torch
+from eyas_cpu import mla
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch.nn.functional import scaled_dot_product_attention
 
 
+def window(req_to_token, req_pool_indices, start, length: int) -> torch.Tensor:
+    """The slots of `length` tokens of each request from its `start` on, [R, length]."""
+    return req_to_token[req_pool_indices.long()[:, None], start.long()[:, None] + torch.arange(length)].long()
+
+
 class PlainAttention(TorchNativeAttnBackend):
-    """Axis names: S query tokens, R requests, L longest sequence, Hq and Hk heads, G = Hq / Hk, E head size."""
+    """Axis names: S query tokens, R requests, n query tokens of each, L longest sequence, Hq and Hk heads, G = Hq / Hk, E head size."""
+
+    slots = None  # [R, L], where the keys of this pass lie in the pool; None: not a padded pass
+    seen = None  # [R, n, L] bool, which of them a query sees
 
     def init_forward_metadata(self, forward_batch):
         super().init_forward_metadata(forward_batch)
-        self.slots = self.mask = self.lengths = None
+        self.slots = self.seen = self.lengths = None
+        self.masks = {}  # G -> [R, 1, n * G, L], or n for n * G where n is 1
+        mode = forward_batch.forward_mode
         if forward_batch.encoder_lens is not None:
             return
-        if forward_batch.forward_mode.is_decode():
-            lengths = forward_batch.seq_lens  # [R]
-            self.slots = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, : int(lengths.max())].long()  # [R, L]
-            inside = torch.arange(self.slots.shape[1], device=lengths.device) < lengths[:, None]  # [R, L]
-            self.slots = self.slots.where(inside, 0)
-            self.mask = inside[:, None, None, :]  # [R, 1, 1, L]
-        elif forward_batch.forward_mode.is_extend() and not any(forward_batch.extend_prefix_lens_cpu or [1]):
+        if mode.is_decode():
+            self.see(forward_batch.req_pool_indices, forward_batch.seq_lens - 1, 1)
+        elif mode.is_target_verify():
+            spec = forward_batch.spec_info
+            n = spec.draft_token_num
+            self.see(forward_batch.req_pool_indices, forward_batch.seq_lens, n, None if spec.tree_topk == 1 else spec.custom_mask.view(-1, n, n))
+        elif mode.is_draft_extend_v2():
+            n = forward_batch.spec_info.num_tokens_per_req
+            self.see(forward_batch.req_pool_indices, forward_batch.seq_lens - n, n)
+        elif mode.is_extend() and not any(forward_batch.extend_prefix_lens_cpu or [1]):
             self.lengths = [int(n) for n in forward_batch.extend_seq_lens_cpu]
+
+    def see(self, requests, before, n: int, tree=None) -> None:
+        """`n` query tokens of each request after `before` [R] tokens of it that all of them see. Of the `n`, each sees itself and those in
+        front of it, or what `tree` [R, n, n] says."""
+        column = torch.arange(int(before.max()) + n) - before[:, None]  # [R, L]; 0: the first query token
+        self.slots = self.req_to_token_pool.req_to_token[requests, : column.shape[1]].long().where(column < n, 0)
+        if tree is None:
+            self.seen = column[:, None] <= torch.arange(n)[:, None]
+        else:
+            own = column.clamp(0, n - 1)[:, None].expand(-1, n, -1)
+            self.seen = (column < 0)[:, None] | ((column < n)[:, None] & tree.gather(2, own))
 
     def _plain(self, layer) -> bool:
         window = layer.sliding_window_size
@@ -36,16 +62,22 @@ class PlainAttention(TorchNativeAttnBackend):
         return ordinary and (window is None or window < 0)
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
-        if self.slots is None or not self._plain(layer) or k is None:
+        if self.slots is None or not (self._plain(layer) or mla.absorbed(layer)) or k is None:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+        return self._padded(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def _padded(self, q, k, v, layer, forward_batch, save_kv_cache):
         if save_kv_cache:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v)
-        requests, kv_heads, size = len(self.slots), layer.tp_k_head_num, layer.qk_head_dim
-        q = q.reshape(requests, kv_heads, -1, size)  # [R, Hk, G, E]: the heads of a group are queries of one key head
+        (requests, n, _), kv_heads, size = self.seen.shape, layer.tp_k_head_num, layer.qk_head_dim
+        q = q.reshape(requests, n, kv_heads, -1, size).transpose(1, 2).reshape(requests, kv_heads, -1, size)  # [R, Hk, n * G, E]: a group shares a key head
+        group = q.shape[2] // n
+        if group not in self.masks:
+            self.masks[group] = (self.seen if n == 1 else self.seen.repeat_interleave(group, 1))[:, None]
         pool = self.token_to_kv_pool
         keys, values = (self._gather(buffer, kv_heads, q) for buffer in (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)))
-        out = scaled_dot_product_attention(q, keys, values, attn_mask=self.mask, scale=layer.scaling)  # [R, Hk, G, E]
-        return out.reshape(requests, -1)
+        out = scaled_dot_product_attention(q, keys, values, attn_mask=self.masks[group], scale=layer.scaling)  # [R, Hk, n * G, E]
+        return out.view(requests, kv_heads, n, group, -1).transpose(1, 2).reshape(requests * n, -1)
 
     def _gather(self, buffer, kv_heads: int, q):
         """[slots of the pool, Hk, E] -> [R, Hk, L, E]. index_select copies whole rows: 8 times as fast as indexing with `self.slots`."""
@@ -53,6 +85,12 @@ class PlainAttention(TorchNativeAttnBackend):
         return rows.view(*self.slots.shape, kv_heads, -1).transpose(1, 2).to(q.dtype)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+        if self.slots is not None:
+            if not (self._plain(layer) or mla.absorbed(layer)) or k is None:
+                raise NotImplementedError("eyas_cpu: speculative decoding of layers with a sliding window or cross-attention")
+            return self._padded(q, k, v, layer, forward_batch, save_kv_cache)
+        if self.lengths is not None and sum(self.lengths) == len(q) and mla.explicit(q, k, v, layer):
+            return mla.prefill(q, k, v, layer, self.lengths)
         if self.lengths is None or not self._plain(layer) or k is None or sum(self.lengths) != len(q):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
         if save_kv_cache:
@@ -68,3 +106,28 @@ class PlainAttention(TorchNativeAttnBackend):
             )[0]
             start += length
         return out
+
+
+class PlainDraftAttention:
+    """Draft decode: level i + 1 of the drafts comes from the tokens of level i, `topk` branches of each request, seen one after the other by `attn_backends[i]`.
+
+    A branch's keys lie in slots of its own after the committed tokens, `steps` for each branch, as `EagleDraftWorker.draft_forward` writes them. They
+    stay there when a level keeps two children of one branch and none of another, so deeper levels of a tree see keys of what was there before: SGLang's
+    own backends do the same. It changes what is proposed, never what is accepted.
+    """
+
+    def __init__(self, runner, topk: int, steps: int):
+        self.topk, self.steps = topk, steps
+        self.attn_backends = [PlainAttention(runner) for _ in range(steps - 1)]
+
+    def init_forward_metadata(self, forward_batch):
+        committed = forward_batch.seq_lens  # [R]
+        longest, rows = int(committed.max()), self.attn_backends[0].req_to_token_pool.req_to_token
+        shared = rows[forward_batch.req_pool_indices, :longest].long()  # [R, L]
+        own = window(rows, forward_batch.req_pool_indices, committed, self.topk * self.steps).view(-1, self.steps)  # [R * topk, steps]
+        inside = torch.arange(longest) < committed[:, None]
+        shared, inside = (x.repeat_interleave(self.topk, 0) for x in (shared.where(inside, 0), inside))
+        for step, backend in enumerate(self.attn_backends, start=1):
+            backend.masks, backend.swa_out_cache_loc, backend.lengths = {}, None, None
+            backend.slots = torch.cat([shared, own[:, :step]], 1)  # [R * topk, L + step]
+            backend.seen = torch.cat([inside, inside.new_ones(len(own), step)], 1)[:, None]  # [R * topk, 1, L + step]

@@ -19,6 +19,32 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_dispatch_key_name(self) -> str:
         return "native"
 
+    def get_kv_pool_cls(self, *, kind) -> type | None:
+        if kind != "mha":
+            return None
+        from eyas_cpu.pool import PlainKVPool
+
+        return PlainKVPool
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm == "EAGLE3"
+
+    def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
+        return algorithm == "EAGLE3" and backend == "torch_native"
+
+    def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
+        return "torch_native"
+
+    def get_speculative_worker_cls(self, algorithm: str) -> type:
+        from eyas_cpu.eagle import worker_class
+
+        return worker_class()
+
+    def get_speculative_cache_locs_fn(self):
+        from eyas_cpu.eagle import verify_slots
+
+        return verify_slots
+
     def is_pin_memory_available(self, device=None) -> bool:
         return False
 

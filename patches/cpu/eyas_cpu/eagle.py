@@ -1,0 +1,191 @@
+"""EAGLE3 on the plain CPU: what SGLang's worker asks of a device's kernels, in plain torch.
+
+SGLang's own `EAGLEWorkerV2` does the drafting and the verifying; `PlainEagleWorker` (handed out by the platform's `get_speculative_worker_cls`) only
+puts the functions of OPS in the place of Triton kernels that an out-of-tree CPU has no replacement for, in the modules that call them.
+Nothing is replaced unless a server starts with a drafter. Axis names: R requests, K levels drafted, n tokens of a verify step, V vocabulary.
+"""
+
+import importlib
+import inspect
+
+import torch
+
+from eyas_cpu.attention import PlainAttention, PlainDraftAttention, window
+
+
+def draft_slots(req_pool_indices, req_to_token, seq_lens, out_cache_loc, topk, num_cols, positions=None, mrope=None) -> None:
+    """Where drafts write their keys: the `topk * num_cols` slots after each request's committed tokens."""
+    out_cache_loc.view(len(seq_lens), -1).copy_(window(req_to_token, req_pool_indices, seq_lens, topk * num_cols))
+
+
+def verify_slots(req_pool_indices, req_to_token, start_offset, end_offset, batch_size, draft_token_num, device) -> torch.Tensor:
+    """Where a verify step writes its keys, [R * n]: the platform's `get_speculative_cache_locs_fn`."""
+    return window(req_to_token, req_pool_indices, start_offset, draft_token_num).flatten()
+
+
+def write_slots(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, batch_size) -> None:
+    """Newly allocated slots, one request after the other, into the table: tokens from `start_offset` up to `end_offset` of each."""
+    done = 0
+    for request, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
+        req_to_token[request, start:end] = out_cache_loc[done : done + end - start]
+        done += end - start
+
+
+def bonus_tokens(accept_tokens, accept_lens, bonus_tokens, accept_stride, batch_size) -> None:
+    """The last accepted token of each request; `accept_lens` counts it."""
+    bonus_tokens.copy_(accept_tokens.view(batch_size, accept_stride).gather(1, accept_lens[:, None].long() - 1)[:, 0])
+
+
+def best_children(i, topk_p, topk_index, hidden_states, scores, topk):
+    """Level i of the drafts: the `topk` best of all children, with the states of their parents; and (scores, tokens, parents) of the level as
+    `organize_draft_results` gathers them. SGLang's is the same under `torch.compile`, which would need a C++ compiler and half a minute.
+
+    A node's score is its parent's times its own probability. Parents are places among all proposals so far: level 0 is -1, topk of level 1 follow ...
+    """
+    if i == 0:  # [R, topk] of the last committed token
+        return topk_index.flatten(), hidden_states.repeat_interleave(topk, 0), topk_p, (topk_p[:, None], topk_index, torch.arange(-1, topk).expand(len(topk_p), -1))
+    requests = len(scores)
+    scores = scores[:, :, None] * topk_p.view(requests, topk, topk)  # [R, topk of parents, topk of children]
+    tokens = topk_index.view(requests, topk * topk)
+    kept, place = scores.flatten(1).topk(topk)  # [R, topk]
+    parents = (place // topk + torch.arange(0, requests * topk, topk)[:, None]).flatten()
+    return tokens.gather(1, place).flatten(), hidden_states[parents], kept, (scores, tokens, place + topk + topk * topk * (i - 1))
+
+
+def build_tree(
+    parent_list, top_scores_index, seq_lens, tree_mask, positions, retrieve_index, retrieve_next_token, retrieve_next_sibling,
+    topk, spec_steps, num_verify_tokens, tree_mask_mode,
+) -> None:
+    """Who sees whom, at which position, and the links by which verification walks: child, then its next sibling, -1 at the end.
+
+    `tree_mask` is QLEN_ONLY: [R, n, n] flattened. Node 0 is the last committed token, node i the (i-1)-th best draft. The draft at place p of all
+    proposals was proposed for parent p // topk, and `parent_list` says at which place that parent itself stands; parent 0 is node 0.
+    """
+    n = num_verify_tokens
+    retrieve_index.copy_(torch.arange(retrieve_index.numel()).view_as(retrieve_index))
+    see = tree_mask.view(-1, n, n)
+    see.copy_(torch.eye(n, dtype=torch.bool))
+    depth = torch.zeros_like(retrieve_index)  # [R, n]
+    for r, (places, parents) in enumerate(zip(top_scores_index.tolist(), parent_list.tolist(), strict=True)):
+        node_at = {place: i for i, place in enumerate(places, start=1)}
+        child, sibling = [-1] * n, [-1] * n
+        for i in range(n - 1, 0, -1):  # from the worst draft on, so that the best sibling is met first
+            parent = places[i - 1] // topk and node_at[parents[places[i - 1] // topk]]
+            child[parent], sibling[i] = i, child[parent]
+        for i, place in enumerate(places, start=1):  # parents stand before their children
+            parent = place // topk and node_at[parents[place // topk]]
+            see[r, i] |= see[r, parent]
+            depth[r, i] = depth[r, parent] + 1
+        retrieve_next_token[r] = torch.tensor(child)
+        retrieve_next_sibling[r] = torch.tensor(sibling)
+    positions.copy_((seq_lens[:, None] + depth).flatten())
+
+
+def verify_greedy(predicts, accept_index, accept_token_num, candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling, target_predict, topk=-1):
+    """From the root on, the child that is the target's own choice; `predicts` holds that choice at every node of the path, the bonus token last."""
+    n = candidates.shape[1]
+    for r, (drafted, wanted, child, sibling) in enumerate(zip(
+        candidates.tolist(), target_predict.tolist(), retrieve_next_token.tolist(), retrieve_next_sibling.tolist(), strict=True,
+    )):
+        path, node = [0], child[0]
+        while node != -1 and len(path) < accept_index.shape[1]:
+            if drafted[node] == wanted[path[-1]]:
+                path.append(node)
+                node = child[node]
+            else:
+                node = sibling[node]
+        accept_index[r, : len(path)] = torch.tensor(path) + r * n
+        accept_token_num[r] = len(path) - 1
+        predicts[r * n + torch.tensor(path)] = torch.tensor([wanted[node] for node in path], dtype=predicts.dtype)
+    return predicts, accept_index, accept_token_num
+
+
+def tree_mask_mode():
+    """Masks of a verify step's own tokens only, [R, n, n]: everything before them is seen by all."""
+    from sglang.kernels.ops.speculative.spec_tree import TreeMaskMode
+
+    return TreeMaskMode.QLEN_ONLY
+
+
+def front_slots(num_front, out_cache_loc, front_out_cache_loc) -> None:
+    """The first `num_front[r]` slots of each request's verify window, one request after the other; what remains stays."""
+    slots = out_cache_loc.view(len(num_front), -1)
+    front = slots[torch.arange(slots.shape[1]) < num_front[:, None]]
+    front_out_cache_loc[: len(front)] = front
+
+
+def accepted_slots(accept_index, out_cache_loc, accept_out_cache_loc, size) -> None:
+    """The slots of the accepted nodes, in the same order."""
+    slots = out_cache_loc[accept_index[accept_index >= 0].long()]
+    accept_out_cache_loc[: len(slots)] = slots
+
+
+class PlainDraftBackends:
+    """In the place of SGLang's `DraftBackendFactory`, which knows no `torch_native`."""
+
+    def __init__(self, draft_model_runner, topk, speculative_num_steps, seed_dsa_topk_from_draft_extend=False, qsa_profile=None):
+        self.runner, self.topk, self.steps = draft_model_runner, topk, speculative_num_steps
+
+    def create_decode_backend(self):
+        """None where no draft is fed back: a single level is what draft-extend gives."""
+        if self.steps <= 1:
+            return None
+        backend = _named(PlainDraftAttention(self.runner, self.topk, self.steps))
+        for step in backend.attn_backends:
+            _named(step)
+        return backend
+
+    def create_draft_extend_backend(self):
+        return _named(PlainAttention(self.runner))
+
+
+def _named(backend):
+    backend.prefill_attention_backend_str = backend.decode_attention_backend_str = "torch_native"
+    return backend
+
+
+OPS = {  # the name where it is called -> what stands there instead
+    "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": write_slots,
+    "sglang.srt.speculative.eagle_worker_v2.DraftBackendFactory": PlainDraftBackends,
+    "sglang.srt.speculative.eagle_worker_v2.default_tree_mask_mode": tree_mask_mode,
+    "sglang.srt.speculative.eagle_worker_v2.select_top_k_tokens": best_children,
+    "sglang.srt.speculative.eagle_worker_common.assign_draft_cache_locs_contiguous_func": draft_slots,
+    "sglang.srt.speculative.eagle_worker_common.fill_bonus_tokens_func": bonus_tokens,
+    "sglang.srt.speculative.eagle_utils.build_tree_kernel_efficient_func": build_tree,
+    "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func": verify_greedy,
+    "sglang.srt.speculative.spec_utils.fill_front_out_cache_loc_func": front_slots,
+    "sglang.srt.speculative.spec_utils.fill_accept_out_cache_loc_func": accepted_slots,
+}
+
+
+def missing() -> list[str]:
+    """The names of OPS that this SGLang does not have, or whose parameters are others: then nothing may be replaced."""
+    wrong = []
+    for name, plain in OPS.items():
+        module, _, attribute = name.rpartition(".")
+        there = getattr(importlib.import_module(module), attribute, None)
+        if there is None or (there is not plain and list(inspect.signature(there).parameters) != list(inspect.signature(plain).parameters)):
+            wrong.append(name)
+    return wrong
+
+
+def put_in_place() -> None:
+    """Replace what OPS names; RuntimeError, which ends the server, where this SGLang has something else there."""
+    wrong = missing()
+    if wrong:
+        raise RuntimeError("eyas_cpu: not as in the SGLang that this was made for: " + ", ".join(wrong))
+    for name, plain in OPS.items():
+        module, _, attribute = name.rpartition(".")
+        setattr(importlib.import_module(module), attribute, plain)
+
+
+def worker_class() -> type:
+    """SGLang's EAGLE worker, with the plain functions in place before it is built. Imported late: it pulls in most of SGLang."""
+    from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+
+    class PlainEagleWorker(EAGLEWorkerV2):
+        def __init__(self, *args, **kwargs):
+            put_in_place()
+            super().__init__(*args, **kwargs)
+
+    return PlainEagleWorker
