@@ -1,11 +1,13 @@
 """Layer ids against SGLang's own functions, exports against SGLang's own model, and drafter files with something wrong in them."""
 
 import ast
+import dataclasses
 import functools
 import importlib.util
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,73 +19,124 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny_target
 
-from eyas.drafter import DraftCache, Drafter, DrafterConfig
+from eyas.cli import main
+from eyas.drafter import DraftCache, Drafter, DrafterConfig, ImportedConfig
 from eyas.errors import EyasError
-from eyas.export import engine_boundaries, engine_ids, export_sglang, load_export
+from eyas.export import export_sglang, export_speculators
+from eyas.formats import SpeculatorsV1
+from eyas.imported import read_checkpoint
+from eyas.layer_ids import ENGINES, FAMILIES, PLUS_ONE, SGLANG, engine_boundaries, engine_ids, round_trip, rule
 from eyas.target import load_target
 from eyas.vocab import DraftVocab
 
 # ---- layer ids: the independent reference is SGLang's own source, run without its imports
 
 MODELS = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) / "srt" / "models"
-FAMILIES = {
-    "LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe",
-    "DeepseekV2ForCausalLM": "deepseek_v2", "DeepseekV3ForCausalLM": "deepseek_v2", "KimiK25ForConditionalGeneration": "kimi_k25",
-    "GptOssForCausalLM": "gpt_oss",
-}  # fmt: skip
+SETTER = "set_eagle3_layers_to_capture"
+FAMILY_NAMES = [name for family in FAMILIES[SGLANG].values() for name in family]
+NOT_IN_THE_TABLE = {  # of SGLang's classes that have the method
+    "drafters": re.compile("NextN$|Eagle3?$|MTP$|Assistant"),
+    "several media, or embeddings": re.compile("^(Cosmos3|Gemma3For|Gemma4.*Conditional|Glm5Next|Intern|Llama4|Qwen.*(VL|3_5|4Exp)|EmbeddingGemma|MindSpore)"),
+    "a capture of their own, which nobody has read yet": re.compile("^(Gemma3ForCausalLM|IQuestCoder|LongcatFlash|Mellum|Ministral3|Sarvam|TeleFLM)"),
+}
 
 
 @functools.cache
-def sglang_method(file: str, owner: str):
-    """`owner.set_eagle3_layers_to_capture` of a model file, compiled alone."""
-    tree = ast.parse((MODELS / f"{file}.py").read_text(encoding="utf-8"))
-    body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner).body
-    method = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == "set_eagle3_layers_to_capture")
-    names = {"Optional": Optional, "List": List}
-    exec(compile(ast.Module([method], []), file, "exec"), names)
-    return names["set_eagle3_layers_to_capture"]
+def sglang_classes() -> tuple[dict, dict, dict]:
+    """Of every model file: classes (file, name) -> node, entry classes name -> file, names imported from other model files."""
+    classes, entries, imports = {}, {}, {}
+    for path in sorted(MODELS.glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                classes[path.stem, node.name] = node
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang.srt.models."):
+                imports |= {(path.stem, a.asname or a.name): (node.module.rsplit(".", 1)[1], a.name) for a in node.names}
+            elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "EntryClass":
+                entries |= dict.fromkeys([e.id for e in getattr(node.value, "elts", [node.value])], path.stem)
+    return classes, entries, imports
+
+
+def find_method(file: str, owner: str) -> ast.FunctionDef | None:
+    """The setter of a class or of its nearest base that has one."""
+    classes, _, imports = sglang_classes()
+    place = (file, owner) if (file, owner) in classes else imports.get((file, owner))
+    if place not in classes:
+        return None
+    own = next((n for n in classes[place].body if isinstance(n, ast.FunctionDef) and n.name == SETTER), None)
+    return own or next(filter(None, (find_method(place[0], ast.unparse(base)) for base in classes[place].bases)), None)
+
+
+@functools.cache
+def sglang_method(architecture: str):
+    """`set_eagle3_layers_to_capture` of the class that SGLang serves an architecture with, compiled alone."""
+    parallel = SimpleNamespace(pp_group=SimpleNamespace(is_last_rank=True))
+    names = {"Optional": Optional, "List": List, "get_parallel": lambda: parallel}
+    exec(compile(ast.Module([find_method(sglang_classes()[1][architecture], architecture)], []), architecture, "exec"), names)
+    return names[SETTER]
 
 
 def captured(architecture: str, ids: list[int] | None, n_blocks: int) -> list[int]:
     """The boundaries that SGLang captures for these ids: its method sets the blocks before which it does, in ascending order."""
-    file = FAMILIES[architecture]
-    if file == "kimi_k25":
-        inner = SimpleNamespace(
-            pp_group=SimpleNamespace(is_last_rank=True), config=SimpleNamespace(num_hidden_layers=n_blocks), model=SimpleNamespace(layers_to_capture=[])
-        )
-        method = sglang_method("deepseek_v2", "DeepseekV2ForCausalLM")
-        inner.set_eagle3_layers_to_capture = lambda layer_ids: method(inner, layer_ids)
-        sglang_method(file, architecture)(SimpleNamespace(language_model=inner), ids)
-        return sorted(inner.model.layers_to_capture)
-    model = SimpleNamespace(layers_to_capture=[])
-    model.set_eagle3_layers_to_capture = lambda layer_ids: setattr(model, "layers_to_capture", layer_ids)  # qwen3_moe keeps them one level down
-    owner = {"DeepseekV3ForCausalLM": "DeepseekV2ForCausalLM"}.get(architecture, architecture)  # inherits it
+    model = SimpleNamespace(layers_to_capture=[], layers=[SimpleNamespace() for _ in range(n_blocks)])
+    model.set_eagle3_layers_to_capture = lambda layer_ids: setattr(model, "layers_to_capture", layer_ids)  # some keep them one level down
     fake = SimpleNamespace(pp_group=SimpleNamespace(is_last_rank=True), config=SimpleNamespace(num_hidden_layers=n_blocks), model=model)
-    sglang_method(file, owner)(fake, ids)
+    fake.config.text_config = fake.config
+    if architecture.startswith("KimiK25"):  # hands the ids to its language model, a DeepseekV3ForCausalLM
+        inner, outer = sglang_method("DeepseekV3ForCausalLM"), fake
+        outer.language_model = SimpleNamespace(**vars(fake), set_eagle3_layers_to_capture=lambda layer_ids: inner(outer, layer_ids))
+    sglang_method(architecture)(fake, ids)
     return sorted(model.layers_to_capture)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", FAMILY_NAMES)
 def test_engine_ids_make_sglang_capture_exactly_these_boundaries(architecture):
-    n = 8
+    n, name = 8, rule(SGLANG, architecture)
     for size in (1, 2, 3):
         for boundaries in itertools.combinations(range(n + 1), size):
             try:
                 ids = engine_ids(boundaries, architecture, n)
             except EyasError:
                 # only what the family cannot capture is refused
-                assert (n in boundaries and architecture != "GptOssForCausalLM") or (boundaries == (1,) and FAMILIES[architecture] in ("deepseek_v2", "kimi_k25"))
+                assert (n in boundaries and name != "last_N") or (boundaries == (1,) and name == "first_1")
                 continue
             assert captured(architecture, ids, n) == list(boundaries), (boundaries, ids)
             assert engine_boundaries(ids, architecture, n) == boundaries
-    assert engine_boundaries(None, architecture, n) == tuple(captured(architecture, None, n)) == (2, 4, 5)
+    assert engine_boundaries(None, architecture, n) == tuple(captured(architecture, None, n)) == ((3, 5, 6) if architecture in PLUS_ONE else (2, 4, 5))
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+def read(ids, architecture: str, n: int) -> tuple[int, ...]:
+    """What the table says, () where it refuses."""
+    try:
+        return engine_boundaries(list(ids), architecture, n)
+    except EyasError:
+        return ()
+
+
+def sglang_reads(ids, architecture: str, n: int) -> tuple[int, ...]:
+    """What SGLang captures, () where that is nothing for some id: a block that isn't there, or boundary N where the loop ends before it."""
+    theirs = captured(architecture, list(ids), n)
+    return () if theirs[-1] > n - (architecture != "GptOssForCausalLM") else tuple(theirs)
+
+
+@pytest.mark.parametrize("architecture", FAMILY_NAMES)
 def test_engine_boundaries_reads_any_ids_as_sglang_does(architecture):
-    n = 8
-    for ids in itertools.permutations(range(n + (architecture == "GptOssForCausalLM")), 3):
-        assert list(engine_boundaries(list(ids), architecture, n)) == captured(architecture, list(ids), n), ids
+    for ids in itertools.permutations(range(9), 3):
+        assert read(ids, architecture, 8) == sglang_reads(ids, architecture, 8), ids
+
+
+def test_a_wrong_mapping_is_caught(monkeypatch):
+    """A member of each family under every other rule: the comparison above fails."""
+    families = dict(FAMILIES[SGLANG])
+    for name, other in itertools.permutations(families, 2):
+        monkeypatch.setitem(FAMILIES, SGLANG, {other: families[name]})
+        assert any(read(ids, families[name][0], 8) != sglang_reads(ids, families[name][0], 8) for ids in itertools.permutations(range(9), 3)), (name, other)
+
+
+def test_every_class_that_can_capture_is_in_the_table_or_left_out_for_a_reason():
+    able = {name for name, file in sglang_classes()[1].items() if find_method(file, name)}
+    assert {*FAMILY_NAMES} <= able
+    left = {name for name in able - {*FAMILY_NAMES} if not any(pattern.search(name) for pattern in NOT_IN_THE_TABLE.values())}
+    assert not left
 
 
 def test_known_rows_of_layer_ids():
@@ -96,15 +149,45 @@ def test_known_rows_of_layer_ids():
     assert engine_boundaries([1, 17, 32], "GptOssForCausalLM", 36) == (2, 18, 33)
 
 
+@pytest.mark.parametrize("engine, ids, boundaries", [
+    ("vllm", [2, 15, 27], (2, 15, 27)), ("speculators", [2, 15, 27], (2, 15, 27)), ("eagle", [2, 15, 27], (2, 15, 27)),
+    ("vllm", [2, 15, 30], (2, 15, 30)),  # the last block's output, before the final norm
+    ("specforge", [1, 14, 26], (2, 15, 27)), ("angelslim", [1, 14, 26], (2, 15, 27)), ("modelopt", [1, 14, 26], (2, 15, 27)),
+    ("torchspec", [1, 14, 26], (2, 15, 27)), ("automodel", [1, 14, 26], (2, 15, 27)), ("speculators-v1", [2, 15, 27], (3, 16, 28)),
+])  # fmt: skip
+def test_other_engines(engine, ids, boundaries):
+    """The rows of the table of traps, for a Llama of 30 blocks: trainers count blocks, engines what enters one; the defaults agree but for speculators 0.3 and 0.4."""
+    assert engine_boundaries(ids, "LlamaForCausalLM", 30, engine) == boundaries and engine_ids(boundaries, "LlamaForCausalLM", 30, engine) == ids
+    assert engine_boundaries(None, "LlamaForCausalLM", 30, engine) == ((3, 16, 28) if engine == "speculators-v1" else (2, 15, 27))
+
+
+def test_the_stores_of_speculators_count_as_the_table_does():
+    """`formats` writes the layer ids of speculators 0.3 into its data_config.json."""
+    assert [b - SpeculatorsV1.id_is_boundary_minus for b in (3, 16, 28)] == engine_ids((3, 16, 28), "LlamaForCausalLM", 30, "speculators-v1")
+
+
+def test_the_table_for_people(capsys):
+    assert main(["export", "--table", "--blocks", "61"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert {line.split()[1] for line in lines[1:]} == {engine.split()[0] for engine in ENGINES}
+    kimi = next(line for line in lines if line.startswith("| sglang") and "KimiK25" in line)
+    assert [cell.strip() for cell in kimi.split("|")[2:6]] == ["0.5.23", "first_1", "2, 30, 58", "2, 30, 58"]
+    rows = {row["engine"]: row for row in round_trip(61, "KimiK25ForConditionalGeneration", (3, 31, 59))}
+    assert [rows[name]["ids"] for name in ("sglang", "vllm", "angelslim")] == ["[3, 31, 59]", "[3, 31, 59]", "[2, 30, 58]"]
+    assert "from boundary 61" in {row["engine"]: row for row in round_trip(61, "KimiK25ForConditionalGeneration", (3, 31, 61))}["sglang"]["ids"]
+
+
 def test_unservable_choices_are_said():
     with pytest.raises(EyasError, match="cannot serve a drafter fed from boundary 30"):
         engine_ids((2, 15, 30), "LlamaForCausalLM", 30)
+    with pytest.raises(EyasError, match="after the final norm"):
+        engine_ids((2, 15, 30), "LlamaForCausalLM", 30, "modelopt")
     with pytest.raises(EyasError, match="boundary 1 alone"):
         engine_ids((1,), "DeepseekV3ForCausalLM", 61)
     with pytest.raises(EyasError, match="MambaForCausalLM"):
         engine_ids((1, 2), "MambaForCausalLM", 30)
-    with pytest.raises(EyasError, match="SGLang 0.4.9"):
-        engine_ids((1, 2), "LlamaForCausalLM", 30, "0.4.9")
+    with pytest.raises(EyasError, match="sglang 0.4.9"):
+        engine_ids((1, 2), "LlamaForCausalLM", 30, "sglang 0.4.9")
     with pytest.raises(EyasError, match="from 0 to 30"):
         engine_ids((1, 31), "LlamaForCausalLM", 30)
 
@@ -112,6 +195,8 @@ def test_unservable_choices_are_said():
 # ---- exports
 
 BOUNDARIES = (2, 3, 4)
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+IMPORTED = {"norm_before_fc": True, "norm_before_residual": True, "own_embedding": True, "rope_scaling": LLAMA3}
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +208,13 @@ def make_drafter(target, boundaries=BOUNDARIES, **switches) -> Drafter:
     """Random, the norms too: a norm left at 1 would hide one that is forgotten."""
     torch.manual_seed(4)
     ids = torch.randperm(target.vocab_size)[:200].sort().values
-    drafter = Drafter(DrafterConfig.from_target(target, boundaries, len(ids), **switches), DraftVocab(ids, target.vocab_size))
+    config = DrafterConfig.from_target(target, boundaries, len(ids))
+    config = (ImportedConfig if {*switches} & {*IMPORTED} else DrafterConfig)(**dataclasses.asdict(config) | switches)
+    drafter = Drafter(config, DraftVocab(ids, target.vocab_size))
     for name, weight in drafter.named_parameters():
         weight.data.uniform_(0.5, 1.5) if "norm" in name else weight.data.normal_(std=weight.shape[-1] ** -0.5)
-    drafter.embed_tokens.weight.data.copy_(target.embedding().float())
+    if not config.own_embedding:
+        drafter.embed_tokens.weight.data.copy_(target.embedding().float())
     return drafter.eval()
 
 
@@ -144,7 +232,7 @@ def run_sglang(folder: Path, target, token_ids: torch.Tensor, states: torch.Tens
     return load_file(tmp_path / "out.safetensors"), json.loads(done.stdout.strip().splitlines()[-1])
 
 
-@pytest.mark.parametrize("switches", [{}, {"fc_norm": True, "norm_output": True}], ids=["plain", "norms"])
+@pytest.mark.parametrize("switches", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_fc": True, "rope_scaling": LLAMA3}], ids=["plain", "norms", "imported"])
 @torch.no_grad()
 def test_sglangs_own_model_loads_the_export_and_agrees(target, tmp_path, switches):
     drafter = make_drafter(target, **switches)
@@ -162,16 +250,36 @@ def test_sglangs_own_model_loads_the_export_and_agrees(target, tmp_path, switche
     assert torch.equal(theirs["hot_token_id"], drafter.vocab.ids)
 
 
-@pytest.mark.parametrize("switches", [{}, {"fc_norm": True}, {"norm_output": True}], ids=["plain", "fc_norm", "norm_output"])
+def agree(drafter: Drafter, again: Drafter) -> None:
+    assert again.config == drafter.config and torch.equal(again.vocab.ids, drafter.vocab.ids)
+    for name, weight in drafter.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("switches", [{}, {"fc_norm": True}, {"norm_output": True}, {"norm_before_fc": True, "rope_scaling": LLAMA3}], ids=lambda s: " ".join(s) or "plain")
 def test_export_and_import_are_inverse(target, tmp_path, switches):
     drafter = make_drafter(target, **switches)
     folder = export_sglang(drafter, target, tmp_path / "export")
     config = json.loads((folder / "config.json").read_text())
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3] and config["dtype"] == "bfloat16"
-    again = load_export(folder, target)
-    assert again.config == drafter.config and torch.equal(again.vocab.ids, drafter.vocab.ids)
-    for name, weight in drafter.state_dict().items():
-        assert torch.equal(weight, again.state_dict()[name]), name
+    agree(drafter, read_checkpoint(folder, target).drafter)
+
+
+@pytest.mark.parametrize("switches", [{}, {"fc_norm": True, "norm_output": True}, IMPORTED], ids=["plain", "norms", "imported"])
+def test_the_layout_of_speculators_and_vllm_is_inverse_too(target, tmp_path, switches):
+    drafter = make_drafter(target, (2, 3, 6), **switches)  # it can have the last block's output, SGLang can't
+    folder = export_speculators(drafter, target, tmp_path / "export", 3)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["Eagle3Speculator"] and config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 6]
+    found = read_checkpoint(folder, target)
+    agree(drafter, found.drafter)
+    assert "[2, 3, 6] as speculators reads them" in str(found) and found.origin["embedding"] == ("its own" if switches == IMPORTED else "the target's")
+
+
+@pytest.mark.parametrize("switch, message", [("norm_before_residual", "norm_before_residual"), ("own_embedding", "an embedding of its own")])
+def test_export_for_sglang_refuses_what_it_would_not_serve(target, tmp_path, switch, message):
+    with pytest.raises(EyasError, match=f"{message}.*export --to vllm"):
+        export_sglang(make_drafter(target, **{switch: True}), target, tmp_path / "export")
 
 
 def rewrite(folder: Path, change) -> None:
@@ -194,10 +302,7 @@ def test_midlayer_names_and_another_order_of_the_vocabulary(target, drafter, tmp
         del weights["t2d"]
 
     rewrite(folder, change)
-    again = load_export(folder, target)
-    assert torch.equal(again.vocab.ids, drafter.vocab.ids)
-    for name, weight in drafter.state_dict().items():
-        assert torch.equal(weight, again.state_dict()[name]), name
+    agree(drafter, read_checkpoint(folder, target).drafter)
 
 
 def _set(name, at, value):
@@ -221,24 +326,31 @@ def test_wrong_drafter_files_are_refused_by_name(target, drafter, tmp_path, chan
     folder = export_sglang(drafter, target, tmp_path / "export")
     rewrite(folder, change)
     with pytest.raises(EyasError, match=message):
-        load_export(folder, target)
+        read_checkpoint(folder, target).drafter
 
 
 @pytest.mark.parametrize("change, message", [
     ({"target_hidden_size": 4096}, "another target: hidden size of the target 4096; expected 64"),
-    ({"hidden_size": 4096}, "another target: hidden size 4096; expected 64"),
+    ({"target_hidden_size": None, "hidden_size": 4096}, "another target: hidden size of the target 4096; expected 64"),
+    ({"hidden_size": 4096}, "hidden size 4096 without an embedding"),
     ({"vocab_size": 32000}, "another target: vocabulary 32000; expected 512"),
-    ({"architectures": ["LlamaForCausalLM"]}, r"architectures \['LlamaForCausalLM'\]"),
+    ({"architectures": ["MambaForCausalLM"]}, r"architectures \['MambaForCausalLM'\]"),
+    ({"speculators_model_type": "eagle"}, "a speculator of type 'eagle'"),
+    ({"attention_bias": True}, "a drafter with attention_bias"),
+    ({"hidden_act": "gelu"}, "hidden_act gelu"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 4, 5]}}, r"boundaries \[4, 5, 6\] of LlamaForCausalLM to sglang.*--ids-of ENGINE"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 2, 3]}}, "different ones from 0 to 5"),
+    ({"eagle_config": {}, "eagle_aux_hidden_state_layer_ids": [2, 3, 4]}, "outside of eagle_config.*--ids-of ENGINE"),
     ({"num_hidden_layers": 2}, "2 layers"),
     ({"fc_norm": True}, "missing weights: fc_norm.0.weight"),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling"),
+    ({"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}, "RoPE of type 'longrope'"),
 ])  # fmt: skip
 def test_wrong_configs_are_refused_by_name(target, drafter, tmp_path, change, message):
     folder = export_sglang(drafter, target, tmp_path / "export")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(EyasError, match=message):
-        load_export(folder, target)
+        read_checkpoint(folder, target).drafter
 
 
 def test_export_refuses_what_sglang_cannot_serve(target, tmp_path):
@@ -247,4 +359,91 @@ def test_export_refuses_what_sglang_cannot_serve(target, tmp_path):
     with pytest.raises(EyasError, match="cannot serve a drafter fed from boundary 3 alone"):
         export_sglang(make_drafter(target, (3,)), target, tmp_path / "one")
     with pytest.raises(EyasError, match="no config.json"):
-        load_export(tmp_path / "nothing", target)
+        read_checkpoint(tmp_path / "nothing", target)
+
+
+# ---- drafters that others trained
+
+
+def as_others_save(folder: Path, out: Path, change=lambda weights, config: None, file="model.safetensors") -> Path:
+    """A copy of an export with the weights in this file, after `change` to weights and config."""
+    weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    change(weights, config)
+    out.mkdir()
+    torch.save(weights, out / file) if file.endswith(".bin") else save_file(weights, out / file)
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def test_eagles_own_checkpoint(target, drafter, tmp_path):
+    """Names of EAGLE's code, float16 in pytorch_model.bin, no layer ids, no further sizes, the target's embedding in it."""
+
+    def change(weights, config):
+        for name in [name for name in weights if name.startswith("layers.0.")]:
+            weights[name.replace("layers.0.", "midlayer.")] = weights.pop(name)
+        weights["embed_tokens.weight"] = target.embedding()
+        for name in weights:
+            weights[name] = weights[name].half() if weights[name].is_floating_point() else weights[name]
+        for name in ("eagle_config", "target_hidden_size", "num_aux_hidden_states", "fc_norm", "norm_output", "head_dim", "rope_theta", "rope_scaling"):
+            del config[name]
+        config["architectures"] = ["LlamaForCausalLM"]
+
+    found = read_checkpoint(as_others_save(export_sglang(drafter, target, tmp_path / "export"), tmp_path / "eagle", change, "pytorch_model.bin"), target, boundaries=BOUNDARIES)
+    assert found.drafter.config == drafter.config and found.origin["boundaries_from"] == "as given" and found.origin["embedding"] == "the target's"
+    for name, weight in drafter.state_dict().items():
+        expected = weight if name == "embed_tokens.weight" else weight.half().float()
+        assert torch.equal(expected, found.drafter.state_dict()[name]), name
+    with pytest.raises(EyasError, match="fc.weight has the shape"):  # no ids: three boundaries
+        read_checkpoint(tmp_path / "eagle", target, boundaries=(2, 3))
+
+
+def test_without_a_draft_vocabulary(target, drafter, tmp_path):
+    """D = V, and the target's head where there is none."""
+
+    def change(weights, config):
+        for name in ("lm_head.weight", "d2t", "t2d"):
+            del weights[name]
+        config["draft_vocab_size"] = None
+
+    found = read_checkpoint(as_others_save(export_sglang(drafter, target, tmp_path / "export"), tmp_path / "all", change), target).drafter
+    assert torch.equal(found.vocab.ids, torch.arange(target.vocab_size)) and torch.equal(found.lm_head.weight, target.head().lm_head)
+
+
+def test_whose_ids(target, drafter, tmp_path):
+    """The same file read as SGLang and as vLLM would; what the files leave open is asked."""
+    folder = export_sglang(drafter, target, tmp_path / "export")
+    assert read_checkpoint(folder, target).drafter.config.boundaries == (2, 3, 4)
+    assert read_checkpoint(folder, target, ids_of="vllm").drafter.config.boundaries == (1, 2, 3)
+    theirs = export_speculators(drafter, target, tmp_path / "theirs", 3)
+
+    def forget(name):
+        return as_others_save(theirs, tmp_path / name, lambda weights, config: config.pop(name))
+
+    with pytest.raises(EyasError, match="names no layer ids.*--ids-of"):
+        read_checkpoint(forget("eagle_aux_hidden_state_layer_ids"), target)
+    with pytest.raises(EyasError, match=r"the default layer ids are boundaries \[3, 4, 4\]"):  # six blocks are few
+        read_checkpoint(tmp_path / "eagle_aux_hidden_state_layer_ids", target, ids_of="speculators-v1")
+    assert read_checkpoint(tmp_path / "eagle_aux_hidden_state_layer_ids", target, boundaries=(1, 2, 5)).drafter.config.boundaries == (1, 2, 5)
+    with pytest.raises(EyasError, match="--norm-before-residual yes"):
+        read_checkpoint(forget("norm_before_residual"), target)
+    assert read_checkpoint(tmp_path / "norm_before_residual", target, norm_before_residual=True).drafter.config.norm_before_residual
+
+
+class Runs:
+    """What a pickle could run."""
+
+    def __reduce__(self):
+        return os.system, ("exit 3",)
+
+
+@pytest.mark.parametrize("spoil, message", [
+    (lambda path: torch.save({"fc.weight": Runs()}, path), "tensors only"),
+    (lambda path: torch.save({"fc.weight": [1.0]}, path), "holds more than tensors"),
+    (lambda path: path.write_bytes(path.read_bytes()[:1000]), "can't be read"),
+    (lambda path: path.unlink(), "no model.safetensors"),
+])  # fmt: skip
+def test_weights_that_are_not_weights(target, drafter, tmp_path, spoil, message):
+    folder = as_others_save(export_sglang(drafter, target, tmp_path / "export"), tmp_path / "other", file="pytorch_model.bin")
+    spoil(folder / "pytorch_model.bin")
+    with pytest.raises(EyasError, match=message):
+        read_checkpoint(folder, target)

@@ -84,12 +84,15 @@ def engine_boundaries(ids: list[int] | None, architecture: str, n_blocks: int, e
     """The boundaries that this engine takes for these ids, ascending, as all of them concatenate. `None` is its own default. EyasError for what it cannot take."""
     name = rule(engine, architecture)
     if ids is None:
-        return tuple(b + (engine in PLUS_ONE or architecture in PLUS_ONE and engine in FAMILIES) for b in (2, n_blocks // 2, n_blocks - 3))
-    plain = name == "boundary" or (name == "first_1" and ids[0] != 1) or (name == "last_N" and max(ids) == n_blocks)
-    boundaries = tuple(sorted(ids if plain else [x + 1 for x in ids]))
+        plus = engine in PLUS_ONE or architecture in PLUS_ONE and engine in FAMILIES
+        boundaries = tuple(b + plus for b in (2, n_blocks // 2, n_blocks - 3))
+    else:
+        plain = name == "boundary" or (name == "first_1" and ids[0] != 1) or (name == "last_N" and max(ids) == n_blocks)
+        boundaries = tuple(sorted(ids if plain else [x + 1 for x in ids]))
     last = n_blocks if name in ("boundary", "last_N") else n_blocks - 1  # beyond it nothing is captured, or something after the final norm
-    if len(set(boundaries)) < len(boundaries) or not 0 <= boundaries[0] <= boundaries[-1] <= last:
-        raise EyasError(f"layer ids {list(ids)} are boundaries {list(boundaries)} of {architecture} to {engine}", f"different ones from 0 to {last}")
+    if list(boundaries) != sorted(set(boundaries)) or not 0 <= boundaries[0] <= boundaries[-1] <= last:
+        said = f"layer ids {list(ids)}" if ids is not None else "the default layer ids"
+        raise EyasError(f"{said} are boundaries {list(boundaries)} of {architecture} to {engine}", f"different ones from 0 to {last}")
     return boundaries
 
 
@@ -99,7 +102,8 @@ def round_trip(n_blocks: int, architecture: str | None = None, boundaries: tuple
     for engine, members in _groups(architecture):
         row = {"engine": engine.split()[0], "version": engine.partition(" ")[2] or VERSIONS.get(engine, "")}
         try:
-            row |= {"an id x is": rule(engine, members[0]), "its default": list(engine_boundaries(None, members[0], n_blocks, engine))}
+            row["an id x is"] = rule(engine, members[0])
+            row["its default"] = list(engine_boundaries(None, members[0], n_blocks, engine))
             wanted = list(boundaries or row["its default"])
             row |= {"boundaries": wanted, "ids": str(engine_ids(tuple(wanted), members[0], n_blocks, engine))}
         except EyasError as error:
