@@ -8,6 +8,7 @@ from pathlib import Path
 
 from eyas.config import RUN_PARTS
 from eyas.errors import EyasError
+from eyas.layer_ids import ENGINES
 
 
 def _config(args):
@@ -265,7 +266,7 @@ def _walk(args) -> int:
     from eyas.walk import run_walk, summary
 
     config = _config(args)
-    store = Store.open(config.judged.store_dir)
+    store = Store.open(config.judged_store_dir)
     print(summary(run_walk(config, load_drafter(config.judged.drafter_dir, load_target(config.target)), store)))
     return 0
 
@@ -293,14 +294,36 @@ def _compare(args) -> int:
 
 
 def _export(args) -> int:
+    from eyas.layer_ids import SGLANG, round_trip, round_trip_text
+
+    if args.table:
+        print(f"A target of {args.blocks} blocks (--blocks N):\n" + round_trip_text(round_trip(args.blocks)))
+        return 0
     from eyas.drafter import load_drafter
-    from eyas.export import ENGINE_VERSION, export_sglang
+    from eyas.export import export_sglang, export_speculators
     from eyas.target import load_target
 
     config = _config(args)
     target = load_target(config.target)
-    folder = export_sglang(load_drafter(config.drafter_dir, target), target, config.export_dir)
-    print(f"for SGLang {ENGINE_VERSION}: --speculative-algorithm EAGLE3 --speculative-draft-model-path {folder}")
+    drafter = load_drafter(config.drafter_dir, target)
+    if args.to == "sglang":
+        folder = export_sglang(drafter, target, config.export_dir)
+        print(f"for {SGLANG.replace('sglang', 'SGLang')}: --speculative-algorithm EAGLE3 --speculative-draft-model-path {folder}")
+        return 0
+    folder = export_speculators(drafter, target, config.export_dir / "vllm", config.speculative_num_steps, args.to)
+    print(f"for vLLM and speculators: vllm serve {folder}")
+    return 0
+
+
+def _import_drafter(args) -> int:
+    from eyas.imported import import_drafter
+    from eyas.target import load_target
+
+    config = _config(args)
+    given = config.boundaries if any(name == "boundaries" for name, _ in args.p or []) else ()
+    residual = {"yes": True, "no": False, None: None}[args.norm_before_residual]
+    print(import_drafter(args.folder, load_target(config.target), config.drafter_dir, args.ids_of or "", given, residual))
+    print(f"next: python -m eyas decode -p drafter_run {config.run_name}, with the settings of a run whose prompts are to judge it")
     return 0
 
 
@@ -381,7 +404,16 @@ def build_parser() -> argparse.ArgumentParser:
     _with_profile(commands.add_parser("walk", help="estimate the drafter's acceptance from the stored held-out states")).set_defaults(run=_walk)
     _with_profile(commands.add_parser("decode", help="real speculative decoding of held-out prompts: acceptance, speed, same output")).set_defaults(run=_decode)
     _with_profile(commands.add_parser("compare", help="acceptance of the run's drafter minus that of -p compare_run NAME, paired by prompt")).set_defaults(run=_compare)
-    _with_profile(commands.add_parser("export", help="write the run's drafter in the layout that SGLang serves")).set_defaults(run=_export)
+    export = _with_profile(commands.add_parser("export", help="write the run's drafter in the layout that SGLang serves, or vLLM"))
+    export.add_argument("--to", default="sglang", choices=("sglang", "vllm", "speculators"), help="default: sglang; the other two read the same files")
+    export.add_argument("--table", action="store_true", help="write nothing; show what each engine, version and family means by a layer id")
+    export.add_argument("--blocks", type=int, default=30, metavar="N", help="blocks of the target in that table (default: 30)")
+    export.set_defaults(run=_export)
+    foreign = _with_profile(commands.add_parser("import-drafter", help="a drafter that others trained as the drafter of run_name, to judge it"))
+    foreign.add_argument("folder", type=Path, metavar="FOLDER", help="a checkpoint in SGLang's, SpecForge's or speculators' layout")
+    foreign.add_argument("--ids-of", choices=ENGINES, metavar="ENGINE", help=f"whose layer ids are in it: {', '.join(ENGINES)} (default: the layout's own engine); or -p boundaries says what feeds it")
+    foreign.add_argument("--norm-before-residual", choices=("yes", "no"), help="where a checkpoint in speculators' layout doesn't say")
+    foreign.set_defaults(run=_import_drafter)
 
     report = _with_profile(commands.add_parser("report", help="run the notebooks and write their pages and the index"))
     report.add_argument("--from", dest="start", default="01", metavar="NN", help="first notebook to run, e.g. 04; pages of the ones before it stay")

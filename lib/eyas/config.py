@@ -216,6 +216,12 @@ class Config:
         return dataclasses.replace(self, run_name=self.drafter_run or self.run_name, drafter_run="", compare_run="")
 
     @property
+    def judged_store_dir(self) -> Path:
+        """The store of the run whose drafter is judged; this run's where that one has none (an imported drafter)."""
+        own = self.judged.store_dir
+        return own if own.is_dir() else self.store_dir
+
+    @property
     def drafter_dir(self) -> Path:
         return self.out_dir / "drafter"
 

@@ -184,7 +184,7 @@ def layer_choice(config: Config) -> str | None:
 def _data_sentence(config: Config) -> str:
     from eyas.store import Store
 
-    index = Store.open(config.judged.store_dir).index
+    index = Store.open(config.judged_store_dir).index
     done = index[index["state"] == "extracted"]
     train, heldout = done[done["split"] == "train"], done[done["split"] == "heldout"]
     return (f"{len(train):,} training conversations ({train['length'].sum():,} tokens, {train['loss_tok'].sum():,} supervised) in "
@@ -195,7 +195,7 @@ def _parity_sentence(config: Config) -> str:
     from eyas.certificate import read_certificate, verdict
     from eyas.store import Store
 
-    record = read_certificate(Store.open(config.judged.store_dir))
+    record = read_certificate(Store.open(config.judged_store_dir))
     return verdict(record) if record else "no certificate of these data"
 
 
