@@ -17,7 +17,7 @@ def test_all_is_well_here_and_both_plugins_apply(embedded, capsys):
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "WRONG" not in out and len(out.splitlines()) <= 24 and max(map(len, out.splitlines())) <= 150  # one screen
-    for text in ("3 hooks applied", "plain CPU platform", f"{len(doctor.read_lock(doctor.lock_path()))} of ", "SmolLM2-135M-Instruct, converted", "0.5.23"):
+    for text in ("4 hooks applied", "plain CPU platform", f"{len(doctor.read_lock(doctor.lock_path()))} of ", "SmolLM2-135M-Instruct, converted", "0.5.23"):
         assert text in out
 
 

@@ -12,7 +12,10 @@ A request whose rows would not be one for each prompt token is refused: prefix c
 answer and the file come with its last token (`ignore_eos`, so that it is `max_new_tokens` long). `"follow": [ids]` are put in the place of
 the tokens that it would generate: how a given text is decoded. That needs a server without the overlap scheduler. For comparisons, not for stores.
 
-Nothing of the installed SGLang is edited. Three functions are wrapped (HOOKS) and, once the model is loaded, a
+On a server that drafts, a request that asks by `{"eyas_accepted": true}` is told what each verify step accepted: `meta_info.eyas_accepted` has a
+value for each output token, the number of accepted drafts where a step begins, else null.
+
+Nothing of the installed SGLang is edited. Four functions are wrapped (HOOKS) and, once the model is loaded, a
 forward pre-hook sits on each captured block and on the final norm; it returns at once unless a request of the
 running batch asked. SGLang only logs a hook that fails to apply, so `check()` and `Scheduler.get_internal_state`
 (read back by `python -m eyas server status`) say whether this one is on.
@@ -28,6 +31,7 @@ HOOKS = {  # dotted name -> function in eyas_capture.hooks
     "sglang.srt.managers.scheduler.Scheduler.init_model_worker": "install",
     "sglang.srt.managers.scheduler.Scheduler.run_batch": "run_batch",
     "sglang.srt.managers.scheduler.Scheduler.get_internal_state": "internal_state",
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens": "accepted",
 }
 
 

@@ -252,6 +252,20 @@ def _joined(pieces: list) -> dict[str, torch.Tensor]:
     return {key: torch.cat([piece[key] for piece in pieces]) for key in pieces[0]}
 
 
+def accepted(original, processor, result, batch):
+    """Around `SchedulerBatchResultProcessor._resolve_spec_v2_tokens`: for requests that ask, what each verify step accepted, where SGLang keeps sums.
+
+    `meta_info.eyas_accepted` has a value for every output token: the accepted drafts of the verify step that begins there, or None.
+    """
+    asked = [(i, req) for i, req in enumerate(batch.reqs) if (req.sampling_params.custom_params or {}).get("eyas_accepted") and not (req.finished() or req.is_retracted)]
+    tokens = original(processor, result, batch)
+    for i, req in asked:
+        told, n = (req.customized_info or {}).get("eyas_accepted", []), result.num_correct_drafts_per_req_cpu[i]
+        told += [None] * (len(req.output_ids) - len(told)) + [n] + [None] * n
+        req.customized_info = (req.customized_info or {}) | {"eyas_accepted": told}
+    return tokens
+
+
 def drafter_state(scheduler) -> dict:
     """What the running target gives the drafter: the boundaries in front of which its blocks hand out their residual stream, read from the
     loaded model (`layers_to_capture`, in boundaries in every family), beside the ids that the drafter's checkpoint asked for."""
