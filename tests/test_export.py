@@ -17,6 +17,7 @@ from typing import List, Optional
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_formats import peer
 from tiny import make_tiny_target
 
 from eyas.cli import main
@@ -447,3 +448,96 @@ def test_weights_that_are_not_weights(target, drafter, tmp_path, spoil, message)
     spoil(folder / "pytorch_model.bin")
     with pytest.raises(EyasError, match=message):
         read_checkpoint(folder, target)
+
+
+# ---- in the peers' own environments
+
+
+def drafted(drafter: Drafter, input_ids: torch.Tensor, states: torch.Tensor, steps: int) -> torch.Tensor:
+    """Logits [steps, slots, D] as serving computes them: step s at slot j, its drafts being the text's own tokens."""
+    hidden, rows = drafter.fuse(states), []
+    for slot in range(len(input_ids) - 1 - steps):
+        cache, row = DraftCache(), []
+        out = drafter.extend(input_ids[1 : slot + 2], hidden[: slot + 1], cache)[-1:]
+        for s in range(steps):
+            if s:
+                out = drafter.extend(input_ids[slot + 1 + s : slot + 2 + s], drafter.feed_back(out), cache)
+            row.append(drafter.logits(out)[0])
+        rows.append(torch.stack(row))
+    return torch.stack(rows, dim=1)
+
+
+SPECULATORS_RUNS = """
+from safetensors.torch import load_file
+from speculators import SpeculatorModel, SpeculatorModelConfig
+given = load_file(sys.argv[2])
+def run(folder):
+    config = SpeculatorModelConfig.from_pretrained(folder)
+    config.transformer_layer_config._attn_implementation = "eager"
+    model, logits = SpeculatorModel.from_pretrained(folder, config=config, dtype=torch.float32).eval(), []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output[0]))
+    ids, n = given["ids"], len(given["ids"]) - 1
+    with torch.no_grad():
+        model(given["states"][None, :n], ids[None, 1:], torch.zeros(1, n, dtype=torch.long), ttt_steps=2)
+    return model, torch.stack(logits)
+"""
+
+
+@pytest.fixture
+def text(target, tmp_path):
+    """(input_ids [T], states [T, B*H], the file of both)."""
+    g = torch.Generator().manual_seed(0)
+    ids, states = torch.randint(0, target.vocab_size, (14,), generator=g), torch.randn(14, len(BOUNDARIES) * target.hidden_size, generator=g)
+    save_file({"ids": ids, "states": states}, tmp_path / "given.safetensors")
+    return ids, states, str(tmp_path / "given.safetensors")
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("switches", [{}, {"fc_norm": True, "norm_output": True}, IMPORTED], ids=["plain", "norms", "imported"])
+@torch.no_grad()
+def test_speculators_loads_the_export_and_agrees_and_we_load_what_it_saves(target, tmp_path, text, switches):
+    drafter, (ids, states, given) = make_drafter(target, **switches), text
+    folder = export_speculators(drafter, target, tmp_path / "export", 3)
+    found = peer("EYAS_PEER_SPECULATORS", "speculators==0.9.0", SPECULATORS_RUNS + """
+model, logits = run(sys.argv[3])
+model.save_pretrained(sys.argv[4])
+found = {"logits": logits, "class": type(model).__name__, "tok": model.config.speculators_config.proposal_methods[0].speculative_tokens}
+""", str(tmp_path / "found.pt"), given, str(folder), str(tmp_path / "saved"))  # fmt: skip
+    ours = drafted(drafter, ids, states, 2)
+    torch.testing.assert_close(found["logits"][:, : ours.shape[1]], ours, atol=2e-5, rtol=2e-5)
+    assert (found["class"], found["tok"]) == ("Eagle3DraftModel", 3)
+    agree(drafter, read_checkpoint(tmp_path / "saved", target).drafter)
+
+
+@pytest.mark.peer
+@torch.no_grad()
+def test_what_specforge_saves_is_loaded_and_agrees(target, tmp_path, text):
+    """Its own model class with random weights, its own save_pretrained; the first draft step of each slot."""
+    ids, states, given = text
+    found = peer("EYAS_PEER_SPECFORGE", "-r requirements/cpu.txt --no-deps && PEER/bin/pip install --no-deps specforge==0.2.0", """
+import os
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+from safetensors.torch import load_file
+from specforge.modeling.auto import AutoDraftModel
+from transformers import LlamaConfig
+given = load_file(sys.argv[2])
+torch.manual_seed(0)
+config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    max_position_embeddings=1024, rms_norm_eps=1e-5, tie_word_embeddings=False, pad_token_id=2, architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=200)
+model = AutoDraftModel.from_config(config, attention_backend="sdpa", torch_dtype=torch.float32).eval()
+for name, weight in model.named_parameters():
+    weight.data.uniform_(0.5, 1.5) if "norm" in name else weight.data.normal_(std=weight.shape[-1] ** -0.5)
+model.load_embedding(sys.argv[3])
+ids = torch.randperm(512)[:200].sort().values
+model.d2t.copy_(ids - torch.arange(200)); model.t2d.zero_(); model.t2d[ids] = True
+n = len(given["ids"]) - 1
+with torch.no_grad():
+    hidden = model.project_hidden_states(given["states"][None, :n])
+    mask = model.prepare_decoder_attention_mask(torch.ones(1, n, dtype=torch.bool), hidden, 1, n, 0) if hasattr(model, "prepare_decoder_attention_mask") else None
+    out = model.backbone(model.embed_input_ids(given["ids"][None, 1:]), hidden, [[], []], mask, torch.arange(n)[None])
+    found = {"logits": model.compute_logits(out)[0]}
+model.save_pretrained(sys.argv[4])
+""", str(tmp_path / "found.pt"), given, str(target.folder), str(tmp_path / "saved"))  # fmt: skip
+    drafter = read_checkpoint(tmp_path / "saved", target, boundaries=BOUNDARIES).drafter
+    ours = drafted(drafter, ids, states, 1)[0]
+    torch.testing.assert_close(found["logits"][: len(ours)], ours, atol=2e-5, rtol=2e-5)
