@@ -184,7 +184,7 @@ def test_a_killed_search_goes_on_and_a_setting_that_fails_is_refused(data, tmp_p
     folder = make_tiny_target(tmp_path / "tiny")
     prompts = write_prompts(tmp_path / "prompts.jsonl", 6, 1)
     settings = {"run_name": "t", "target": folder, "boundaries": "[1,2]", "prompt_set": prompts, "max_length": 64, "max_total_tok": 2048, "context_tok": 256, "threads": 1, "concurrency": 2,
-                "tune_rounds": 3, "tune_samples": 4, "tune_new_tok": 8, "tune_try": "max_prefill_tok:64 attention_backend:none-such"}  # fmt: skip
+                "tune_minutes": 60, "tune_rounds": 3, "tune_samples": 4, "tune_new_tok": 8, "tune_try": "max_prefill_tok:64 attention_backend:none-such"}  # fmt: skip
     command = [sys.executable, "-m", "eyas", "tune", *(word for name, value in settings.items() for word in ("-p", name, str(value)))]
     environment = os.environ | {"EYAS_DATA": str(data), "PYTHONPATH": str(ROOT / "lib"), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
