@@ -13,8 +13,8 @@ def make_prompts(vocab: int = 512, lengths: tuple[int, ...] = (1, 2, 7, 19, 40))
     return [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in lengths]
 
 
-def teach(target, model, prompts: list[list[int]], boundaries: tuple[int, ...], draft_vocab_size: int = 384) -> Drafter:
-    """Train on 30 greedy tokens after each prompt, 15 passes, for about two seconds."""
+def teach(target, model, prompts: list[list[int]], boundaries: tuple[int, ...], draft_vocab_size: int = 384, levels: int = 1) -> Drafter:
+    """Train on 30 greedy tokens after each prompt, 15 passes, for about two seconds. `levels` more than 1: to draft from its own output too, all slots one level on."""
     torch.manual_seed(0)
     ids = torch.randperm(target.vocab_size)[:draft_vocab_size].sort().values
     drafter = Drafter(DrafterConfig.from_target(target, boundaries, len(ids)), DraftVocab(ids, target.vocab_size))
@@ -27,9 +27,12 @@ def teach(target, model, prompts: list[list[int]], boundaries: tuple[int, ...], 
     optimizer = torch.optim.Adam([p for name, p in drafter.named_parameters() if "embed" not in name], lr=3e-3)
     for _ in range(15):
         for tokens, states in texts:
-            out = drafter.extend(tokens[1:-1], drafter.fuse(states[:-2]), DraftCache())
-            wanted = drafter.vocab.to_draft(tokens[2:])
-            loss = torch.nn.functional.cross_entropy(drafter.logits(out)[wanted >= 0], wanted[wanted >= 0])
+            hidden, loss = drafter.fuse(states[:-2]), 0.0
+            for level in range(levels):
+                out = drafter.extend(tokens[level + 1 : -1], hidden, DraftCache())
+                wanted = drafter.vocab.to_draft(tokens[level + 2 :])
+                loss = loss + torch.nn.functional.cross_entropy(drafter.logits(out)[wanted >= 0], wanted[wanted >= 0])
+                hidden = drafter.feed_back(out)[:-1]
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -366,6 +366,19 @@ def build_parser() -> argparse.ArgumentParser:
     verify = _with_profile(commands.add_parser("verify", help="read a store back: complete, whole, the prompt set's"))
     depth = verify.add_mutually_exclusive_group()
     depth.add_argument("--deep", action="store_true", help="read every byte (the default)")
+def _serve_check(args) -> int:
+    from eyas.acceptance import eval_prompts
+    from eyas.drafter import load_drafter
+    from eyas.served import check
+    from eyas.target import load_target
+
+    config = _config(args)
+    target = load_target(config.target)
+    found = check(config, target, load_drafter(config.judged.drafter_dir, target), eval_prompts(config, target))
+    print(found)
+    return 0 if found.passed else 1
+
+
     depth.add_argument("--quick", action="store_true", help="sizes and headers only")
     verify.add_argument("--repair", action="store_true", help="put right what can be, and extract again just what is broken (needs the server)")
     verify.set_defaults(run=_verify)
@@ -443,6 +456,8 @@ def _as_here(args, next_command: str) -> str:
     options = ["--profile", args.profile] if getattr(args, "profile", "demo") != "demo" and "--profile" not in next_command else []
     options += [word for name, value in getattr(args, "p", None) or [] if f"-p {name} " not in next_command for word in ("-p", name, value)]
     needed = re.search("python -m eyas (?!data|doctor|prompts build|profile)", next_command) and not next_command.endswith("--help")
+    _with_profile(commands.add_parser("serve-check", help="serve the drafter in SGLang: does the server accept what `decode` does, on the same prompts?")).set_defaults(run=_serve_check)
+
     return f", with {shlex.join(options)} as here" if options and needed else ""
 
 

@@ -128,6 +128,10 @@ class Config:
     speed_topk: int = _doc(4, "largest top-k that the speed model looks at")
     check_bf16_prompts: int = _doc(8, "prompts decoded again in bfloat16, to count differences and show that they are ties")
     # Layer choice
+    serve_prompts: int = _doc(0, "of them, sent to a server that serves the drafter, to compare what it accepts with what our decoding does; 0: all")
+    serve_url: str = _doc("", "a running server of one's own that serves the drafter already; empty: start one")
+    serve_dtype: str = _doc("float32", "dtype of that server: float32, in which both sides have to be equal, or bfloat16, as one serves")
+    serve_timed_prompts: int = _doc(4, "of those, sent one at a time with and without the drafter, both servers up at once; 0: no timing, one server after the other")
     member: str = _doc("", "one training of a sweep: its folder under the run's sweep/; empty: the run itself")
     sweep_parallel: int = _doc(2, "trainings of a sweep at a time, each on a GPU with device 'cuda'")
     sweep_threads: int = _doc(1, "CPU threads of each of them")
@@ -149,6 +153,7 @@ class Config:
         need(self.device in ("cpu", "cuda"), "device", "'cpu' or 'cuda'")
         need(self.dtype in ("bfloat16", "float32"), "dtype", "'bfloat16' or 'float32'")
         need(self.train_dtype in ("bfloat16", "float32"), "train_dtype", "'bfloat16' or 'float32'")
+        need(self.serve_dtype in ("bfloat16", "float32"), "serve_dtype", "'bfloat16' or 'float32'")
         need(bool(self.run_name) and not set(self.run_name) & set("/\\\0") and self.run_name not in (".", ".."), "run_name", "a plain folder name")
         need(len(self.boundaries) > 0 and min(self.boundaries) >= 0, "boundaries", "ids from 0 to N")
         need(list(self.boundaries) == sorted(set(self.boundaries)), "boundaries", "ascending ids, none twice")
@@ -165,7 +170,7 @@ class Config:
             need(getattr(self, name) >= 1, name, "at least 1")
         for name in ("epochs", "learning_rate", "step_decay", "server_timeout_s", "spool_gib", "request_timeout_s"):
             need(getattr(self, name) > 0, name, "more than 0")
-        for name in ("max_prefill_tok", "server_threads", "nccl_min_channels", "nccl_max_channels", "decode_graph_batch", "tune_trials", "tune_minutes", "pass_tok", "eval_steps", "patience", "spike_ratio", "plan_tok", "plan_samples", "plan_hidden_size", "plan_blocks", "plan_tok_per_s", "speculative_num_draft_tokens", "temperature", "contenders"):
+        for name in ("max_prefill_tok", "server_threads", "nccl_min_channels", "nccl_max_channels", "decode_graph_batch", "tune_trials", "tune_minutes", "pass_tok", "eval_steps", "patience", "spike_ratio", "plan_tok", "plan_samples", "plan_hidden_size", "plan_blocks", "plan_tok_per_s", "speculative_num_draft_tokens", "temperature", "contenders", "serve_prompts", "serve_timed_prompts"):
             need(getattr(self, name) >= 0, name, "at least 0")
         need(not self.server_url or all(url.strip().startswith(("http://", "https://")) for url in self.server_url.split(",")), "server_url", "http://HOST:PORT, or several with commas between")
         need(self.omp_spin >= -1, "omp_spin", "at least 0, or -1 for OpenMP's choice")

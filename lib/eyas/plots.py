@@ -643,3 +643,20 @@ def plot_offline(record: dict, ax: Axes | None = None) -> Axes:
         ax.grid(axis="y", visible=False)
         ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return ax
+
+
+def plot_sides(found: list[dict], ax: Axes | None = None) -> Axes:
+    """Share of verify steps with at least i accepted drafts, offline, decoded and on the server, with intervals; acceptance lengths in the legend. found: `eyas.served.sides`."""
+    with plt.rc_context(STYLE):
+        ax = _axes(ax)
+        for n, (side, colour) in enumerate(zip(found, (GREEN, BLUE, VERMILION))):
+            length, values = side["acceptance_length"], np.array([p["value"] for p in side["survival"]])
+            between = "" if length["low"] is None else f" [{length['low']:.2f}, {length['high']:.2f}]"
+            ax.errorbar(np.arange(1, len(values) + 1) + 0.14 * (n - 1), values, yerr=_error(values, side["survival"]), color=colour, fmt="s^o"[n], markersize=8, capsize=4,
+                        label=f"{side['name']}: acceptance length {length['value']:.2f}{between}")
+        ax.set(xlabel="accepted drafts, at least", ylabel="verify steps", title="The same number from three sides")
+        ax.set_ylim(bottom=0)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        ax.legend(loc="upper right")
+    return ax

@@ -1,0 +1,437 @@
+"""The same number from both sides: what our decoding accepts, and what the server that serves the drafter says that it accepts.
+
+    python -m eyas serve-check --profile smoke        # after `decode`; exports the drafter, starts SGLang with it and, to compare texts and time, without it
+    python -m eyas serve-check -p serve_url http://host:port     # a server of your own that serves the drafter already; nothing is started
+
+How SGLang 0.5.23 counts, read in `batch_result_processor._resolve_spec_v2_tokens` and `tokenizer_manager._calculate_spec_decoding_metrics`:
+  spec_verify_ct            + 1 for each verify pass over a request that has not ended; the prefill, which gives the first token, is none
+  spec_num_correct_drafts   + the drafts of the step that equal the target's own choice, without the bonus token; the last step is counted whole, whatever
+                            `max_new_tokens` cuts away, and drafts behind an accepted end-of-text token count too, though nothing of them is ever seen
+  spec_accept_length        completion_tokens / spec_verify_ct: the completion has the prefill's token in it, which is no verify step's, and lacks what was
+                            cut off. That is not (accepted + steps) / steps, and for short answers not near it: it is not used here
+  avg_spec_accept_length    of /server_info: the same over everything since the server started. Not used either
+Ours (`eyas.acceptance`) is the same but for the end of the text: drafts behind it are neither accepted nor proposed. So each answer is counted again from what
+its steps accepted, one after the other (`meta_info.eyas_accepted`, by the plugin; the sums have to be SGLang's own), and from its tokens. The server is asked for
+`speculative_num_steps` tokens more than are counted, so that an end of the text inside the last step shows, as our decoder sees it.
+
+`check` compares acceptance length and every position, paired by prompt; the boundaries that the running model feeds the drafter against those it was trained on;
+and the text against that of the same server without a drafter. In float32 all of it is equal to the last token, in bfloat16 rounding turns ties around.
+Where an acceptance length is exactly 1, or is not ours, `causes` names what is known to do that.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pandas as pd
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from eyas.acceptance import Prompt, position_counts
+from eyas.config import Config
+from eyas.drafter import FILE, Drafter
+from eyas.errors import EyasError
+from eyas.export import LAYER, OPTIONAL_KEYS, export_sglang
+from eyas.files import read_json, write_atomic, write_json
+from eyas.intervals import difference_interval, interval_text, ratio_interval
+from eyas.progress import Progress
+from eyas.prompts import repeated_bigrams, template_hash
+from eyas.serve import Server, serving_up
+from eyas.target import Target, load_target
+
+COMMAND = "python -m eyas serve-check"
+LEGACY = {"midlayer.": LAYER, "aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}  # names that the loader reads as these
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One prompt's answer: its tokens, the token that ended it (None: the length did), the drafts accepted by each verify step, prompt tokens as the server counts them."""
+
+    output_ids: list[int]
+    end_id: int | None
+    accepted: list[int]
+    prompt_tok: int
+    seconds: float
+
+
+def read_answer(answer: dict, seconds: float = 0.0) -> Answer:
+    """An answer of /generate. EyasError: it was aborted; the server does not say what each step accepted; its own sums say something else."""
+    meta = answer["meta_info"]
+    reason = meta["finish_reason"]
+    end_id = reason.get("matched") if reason["type"] == "stop" else None
+    if reason["type"] != "length" and not isinstance(end_id, int):
+        raise EyasError(f"the server ended an answer with {reason}", "the end of the text, or as many tokens as were asked for", "look into the server's log")
+    n_steps, n_accepted = meta.get("spec_verify_ct", 0), meta.get("spec_num_correct_drafts", 0)  # without a drafter there are none
+    accepted = [n for n in meta.get("eyas_accepted") or [] if n is not None]  # one value a token: at the first of a step
+    if n_steps and not accepted:
+        raise EyasError("the server says how many drafts it accepted, not in which step", "meta_info.eyas_accepted, from this repository's plugin", "patches/README.md says how to start a server with it")
+    if (len(accepted), sum(accepted)) != (n_steps, n_accepted):
+        raise EyasError(f"{len(accepted)} verify steps with {sum(accepted)} accepted drafts", f"SGLang's own counts, {n_steps} and {n_accepted}")
+    return Answer(answer["output_ids"], end_id, accepted, meta["prompt_tokens"], seconds)
+
+
+def count(answer: Answer, steps: int, max_new_tok: int) -> dict[str, int]:
+    """Our counts of the server's steps (see the module's head) in the first `max_new_tok` tokens: "tok", "verify_steps", "accepted", and those of each position.
+
+    `steps`: drafts of a verify step. Of a tree, how deep it went is not known: all `steps` levels count as proposed.
+    EyasError: the steps do not make up the text.
+    """
+    at, drafted, accepted = 1, [], []  # the first token is the prefill's
+    ids, left = answer.output_ids, iter(answer.accepted)
+    while at < max_new_tok and ids[at - 1] != answer.end_id:
+        n = next(left, None)
+        if n is None or (at + n >= len(ids) and ids[-1] != answer.end_id):
+            raise EyasError(f"verify steps {answer.accepted} for {len(ids)} tokens", "steps that give all of them but the first", "look into the server's log")
+        inside = ids[at : at + n + 1]
+        ended = inside[-1] == answer.end_id and len(inside) <= n  # at a draft: what the server accepted behind it is not seen by anybody
+        accepted.append(len(inside) if ended else n)
+        drafted.append(len(inside) if ended else steps)
+        at += len(inside)
+    counts = position_counts(np.array(drafted, dtype=np.int64), np.array(accepted, dtype=np.int64), steps)
+    return {"tok": min(at, max_new_tok), "verify_steps": len(accepted), "accepted": sum(accepted)} | counts
+
+
+# ---- asking
+
+
+class Asker:
+    """Greedy answers of one server to the profile's prompts. EyasError: it is away, or refuses a prompt."""
+
+    def __init__(self, server: Server, config: Config, most: int):
+        self.server, self.n_tok = server, config.decode_new_tok + config.speculative_num_steps
+        self._client = httpx.Client(base_url=server.url, timeout=config.request_timeout_s, limits=httpx.Limits(max_connections=most))
+
+    def one(self, prompt: Prompt, n_tok: int = 0) -> Answer:
+        request = {"input_ids": prompt.input_ids, "sampling_params": {"max_new_tokens": n_tok or self.n_tok, "temperature": 0.0, "custom_params": {"eyas_accepted": True}}}
+        start = time.perf_counter()
+        try:
+            response = self._client.post("/generate", json=request)
+        except httpx.HTTPError as error:
+            raise EyasError(f"no answer from {self.server.url}: {type(error).__name__}", "a running SGLang server", COMMAND) from None
+        seconds = time.perf_counter() - start
+        if response.status_code != 200:
+            raise EyasError(f"the server refused the prompt of {prompt.id}: HTTP {response.status_code}, {response.text[:200]}", "an answer", "look into the server's log")
+        return read_answer(response.json(), seconds)
+
+    def all(self, prompts: list[Prompt], parallel: int, done: Callable[[Answer], None] = lambda answer: None) -> list[Answer]:
+        """All answers, `parallel` requests at a time; `done` hears of each."""
+
+        def one(prompt: Prompt) -> Answer:
+            answer = self.one(prompt)
+            done(answer)
+            return answer
+
+        with ThreadPoolExecutor(parallel) as pool:
+            return list(pool.map(one, prompts))
+
+
+def speed(plain: Asker, drafting: Asker, prompts: list[Prompt], seed: int) -> dict:
+    """Plain seconds / seconds with the drafter, for as many tokens, one request at a time: the two servers take turns, and the first turn."""
+    seconds = []
+    for i, prompt in enumerate(prompts):
+        pair = {asker: asker.one(prompt) for asker in (plain, drafting)[:: 1 if i % 2 else -1]}
+        seconds.append((pair[plain].seconds * len(pair[drafting].output_ids) / len(pair[plain].output_ids), pair[drafting].seconds))
+    return ratio_interval([s[0] for s in seconds], [s[1] for s in seconds], seed).as_dict()
+
+
+# ---- the check
+
+
+@dataclass(frozen=True)
+class Served:
+    """`record` is served.json, `prompts` the counts of both sides, one row a prompt (ours as `ours_*`)."""
+
+    record: dict
+    prompts: pd.DataFrame
+
+    @property
+    def passed(self) -> bool:
+        """Nothing is off, and in float32 the text is that of the server without a drafter."""
+        same = self.record["identical"]
+        return not self.record["off"] and (same is None or same["differing"] == 0 or self.record["settings"]["dtype"] != "float32")
+
+    def __str__(self) -> str:
+        r = self.record
+        same = r["identical"]
+        lines = [
+            f"acceptance length (bonus token included), {r['counts']['prompts']} prompts: the server says {interval_text(r['acceptance_length'])} in {r['settings']['dtype']}, "
+            f"our decoding {interval_text(r['decoded']['acceptance_length'])} in {r['settings']['decoded_dtype']}",
+            f"difference, paired by prompt: {interval_text(r['difference'])}: {r['verdict']}; in {r['same_counts']} of {r['counts']['prompts']} prompts every position counts the same",
+            *(f"  position {p['position']}: at least so many accepted in {interval_text(p['server'])} of the server's verify steps, {interval_text(p['ours'])} of ours, "
+              f"difference {interval_text(p['difference'])}" for p in r["by_position"]),
+            f"boundaries that feed the drafter: {r['round_trip']['served']}, trained on {r['round_trip']['trained']}, ids {r['round_trip']['ids']}",
+            "output beside the server without a drafter: not compared" if same is None else
+            f"output identical to the server without a drafter: {same['prompts'] - same['differing']} of {same['prompts']} prompts",
+        ]  # fmt: skip
+        if r["speed_ratio"]:
+            lines.append(f"one request at a time, {r['speed_prompts']} prompts: {interval_text(r['speed_ratio'])} times the speed of the server without a drafter, {r['settings']['dtype']}")
+        if r["off"]:
+            lines.append("what is known to cause that, checked one by one:\n" + cause_table(r).to_string(index=False, justify="left"))
+        return "\n".join(lines)
+
+
+def check(config: Config, target: Target, drafter: Drafter, prompts: list[Prompt], folder: Path | None = None) -> Served:
+    """Serve the drafter and compare what the server accepts with `eyas decode` on the same prompts. Writes served.parquet and, last, served.json.
+
+    `folder`: a checkpoint that lies there already, by default the drafter is exported. With `serve_timed_prompts` both servers are up at once, else one after the other.
+    EyasError: our side is not there, or is of other settings; the server feeds other boundaries; it counts in a way that is not understood.
+    """
+    prompts = prompts[: config.serve_prompts or None]
+    decoded, ours = our_decoding(config, prompts)
+    serving = dataclasses.replace(config, dtype=config.serve_dtype, port=0)
+    n, rate, texts = len(prompts), None, None
+    with ExitStack() as up, Progress(n if config.serve_url else 2 * n, "prompts") as progress:
+
+        def done(answer: Answer) -> None:
+            progress.update(samples=1, tok=len(answer.output_ids))
+
+        if config.serve_url:
+            server = Server(config.serve_url.rstrip("/"))
+        else:
+            folder = folder or export_sglang(drafter, target, config.export_dir)
+            server = up.enter_context(serving_up(serving, folder, config.server_dir / "drafting", tied=True))
+        status = server.status()
+        trip = round_trip(status, drafter)
+        drafting = Asker(server, config, config.concurrency)
+        drafting.one(prompts[0], 8)  # warm-up
+        answers = drafting.all(prompts, config.concurrency, done)
+        if not config.serve_url:
+            if not config.serve_timed_prompts:
+                up.close()
+            plain = Asker(up.enter_context(serving_up(serving, None, config.server_dir / "plain", tied=True)), config, config.concurrency)
+            plain.one(prompts[0], 8)
+            texts = [answer.output_ids for answer in plain.all(prompts, config.concurrency, done)]
+            if config.serve_timed_prompts:
+                rate = speed(plain, drafting, prompts[: config.serve_timed_prompts], config.seed)
+    table = compare_prompts(config, prompts, answers, ours, texts)
+    record = summarise(config, target, drafter, status, trip, decoded, table)
+    record["speed_ratio"], record["speed_prompts"] = rate, min(config.serve_timed_prompts, n) if rate else 0
+    record["causes"] = causes(config, target, drafter, status, record, table)
+    write_atomic(config.acceptance_dir / "served.parquet", table.to_parquet)
+    write_json(config.acceptance_dir / "served.json", record)
+    return Served(record, table)
+
+
+def our_decoding(config: Config, prompts: list[Prompt]) -> tuple[dict, pd.DataFrame]:
+    """acceptance.json and the rows of acceptance.parquet for these prompts, in their order. EyasError: not decoded, with other settings, or other prompts."""
+    again = "python -m eyas decode"
+    if not prompts:
+        raise EyasError("no prompts to compare", "at least one of the evaluation set", "python -m eyas prompts show")
+    path = config.acceptance_dir / "acceptance.json"
+    if not path.is_file():
+        raise EyasError(f"run {config.run_name!r} has not decoded: there is nothing to compare the server with", "acceptance of our decoding", again)
+    record, table = read_json(path), pd.read_parquet(path.with_suffix(".parquet")).set_index("id")
+    asked = {
+        "drafter_run": config.judged.run_name, "eval_set": config.eval_set, "speculative_num_steps": config.speculative_num_steps,
+        "speculative_eagle_topk": config.speculative_eagle_topk, "speculative_num_draft_tokens": config.verified_tok, "temperature": 0.0, "max_new_tok": config.decode_new_tok,
+    }  # fmt: skip
+    apart = [f"{name} {record['settings'].get(name)!r}, not {value!r}" for name, value in asked.items() if record["settings"].get(name) != value]
+    if apart:
+        raise EyasError(f"run {config.run_name!r} decoded with other settings: {'; '.join(apart)}", "the same on both sides, and greedy", again)
+    missing = [p.id for p in prompts if p.id not in table.index or table.loc[p.id, "prompt_tok"] != len(p.input_ids)]
+    if missing:
+        raise EyasError(f"run {config.run_name!r} decoded other prompts: {len(missing)} of {len(prompts)} are not among them, {missing[0]} first", "the same prompts, to be paired", again)
+    return record, table.loc[[p.id for p in prompts]].reset_index()
+
+
+def round_trip(status: dict, drafter: Drafter) -> dict:
+    """The boundaries that the running model feeds the drafter, and those it was trained on. EyasError: no drafter there, or other boundaries, and what that means."""
+    served, trained = status["drafter"], list(drafter.config.boundaries)
+    if served is None:
+        raise EyasError(f"the server at {status['url']} runs without a drafter", "--speculative-algorithm EAGLE3 with the exported drafter", COMMAND)
+    found = served.get("boundaries")
+    if found is not None and list(found) != trained:
+        raise EyasError(f"the server feeds the drafter boundaries {list(found)} (layer ids {served.get('ids')})",
+                        f"{trained}, those it was trained on: it would be given states that it has never seen, without an error, and one wrong layer costs about 0.1 of acceptance length",
+                        "python -m eyas export writes the ids that this SGLang needs")
+    return {"served": found and list(found), "trained": trained, "ids": served.get("ids"), "equal": None if found is None else True}
+
+
+def compare_prompts(config: Config, prompts: list[Prompt], answers: list[Answer], ours: pd.DataFrame, texts: list[list[int]] | None) -> pd.DataFrame:
+    """A row a prompt: the server's counts, `ours_*` beside them, whether all agree (`same_counts`), and whether its text is that of the server without a drafter."""
+    rows = []
+    names = ["verify_steps", "accepted", *(f"accepted_{i}" for i in range(1, config.speculative_num_steps + 1))]
+    for n, (prompt, answer, (_, mine)) in enumerate(zip(prompts, answers, ours.iterrows())):
+        counts = count(answer, config.speculative_num_steps, config.decode_new_tok)
+        repeated, bigrams = repeated_bigrams(answer.output_ids[: counts["tok"]])
+        rows.append({
+            "id": prompt.id, "category": prompt.category, "prompt_tok": len(prompt.input_ids), "server_prompt_tok": answer.prompt_tok, **counts,
+            "bigrams": bigrams, "repeated_bigrams": repeated, **{f"ours_{name}": int(mine[name]) for name in ["tok", *names]},
+            "same_counts": all(counts[name] == mine[name] for name in ["tok", *names]),
+            "identical": None if texts is None else answer.output_ids == texts[n],
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def summarise(config: Config, target: Target, drafter: Drafter, status: dict, trip: dict, decoded: dict, table: pd.DataFrame) -> dict:
+    """Counts, then ratios with intervals over prompts. `off`: the acceptance length is exactly 1, or not ours."""
+    steps = range(1, config.speculative_num_steps + 1)
+
+    def pair(top: str, bonus: bool) -> dict[str, dict]:
+        sides = [(table[f"{side}{top}"] + bonus * table[f"{side}verify_steps"], table[f"{side}verify_steps"]) for side in ("", "ours_")]
+        return {"server": ratio_interval(*sides[0], config.seed).as_dict(), "ours": ratio_interval(*sides[1], config.seed).as_dict(),
+                "difference": difference_interval(*sides, config.seed).as_dict()}  # fmt: skip
+
+    length = pair("accepted", True)
+    by_position = [{"position": i, "accepted": int(table[f"accepted_{i}"].sum()), "ours_accepted": int(table[f"ours_accepted_{i}"].sum())} | pair(f"accepted_{i}", False) for i in steps]
+    apart = [f"position {p['position']}" for p in by_position if agree(p) is False]
+    nothing = length["server"]["value"] == 1.0
+    agreed = agree(length)
+    verdict = "the server accepts nothing" if nothing else "too few prompts to tell" if agreed is None else "they differ beyond the interval" if not agreed else (
+        "they agree, each inside the other's interval" + (f", but not at {', '.join(apart)}" if apart else ", at every position too"))
+    compared = table["identical"].notna().all()
+    return {
+        "settings": {
+            "drafter_run": config.judged.run_name, "eval_set": config.eval_set, "target": target.name, "target_fingerprint": target.fingerprint,
+            "boundaries": list(drafter.config.boundaries), "speculative_num_steps": config.speculative_num_steps, "speculative_eagle_topk": config.speculative_eagle_topk,
+            "speculative_num_draft_tokens": config.verified_tok, "max_new_tok": config.decode_new_tok, "dtype": status["dtype"], "decoded_dtype": decoded["settings"]["dtype"],
+            "sglang": status["sglang"], "device": status["device"], "parallel": config.concurrency, "seed": config.seed, "interval": "95 %, percentile bootstrap over prompts",
+        },
+        "counts": {"prompts": len(table), **{name: int(table[name].sum()) for name in ("tok", "verify_steps", "accepted", "ours_verify_steps", "ours_accepted")}},
+        "acceptance_length": length["server"],
+        "decoded": {"acceptance_length": length["ours"]},
+        "difference": length["difference"],
+        "by_position": by_position,
+        "same_counts": int(table["same_counts"].sum()),
+        "verdict": verdict,
+        "off": bool(nothing or agreed is False or apart),
+        "identical": {"prompts": len(table), "differing": int((table["identical"] == False).sum())} if compared else None,  # noqa: E712: None is not False
+        "repeated_bigrams": ratio_interval(table["repeated_bigrams"], table["bigrams"], config.seed).as_dict(),
+        "round_trip": trip,
+        "drafter": {name: value for name, value in status["drafter"].items() if name != "path"},
+        "headline": {name: length["server"][name] for name in ("value", "low", "high")} | {"prompts": len(table)},
+    }  # fmt: skip
+
+
+def agree(found: dict) -> bool | None:
+    """Whether `server` and `ours` lie in each other's interval and that of their paired difference holds 0; None where there is none."""
+    server, ours, difference = found["server"], found["ours"], found["difference"]
+    if None in (server["low"], ours["low"], difference["low"]):
+        return None
+    return server["low"] <= ours["value"] <= server["high"] and ours["low"] <= server["value"] <= ours["high"] and difference["low"] <= 0 <= difference["high"]
+
+
+# ---- the likely causes
+
+
+def causes(config: Config, target: Target, drafter: Drafter, status: dict, record: dict, table: pd.DataFrame) -> list[dict]:
+    """What is known to lower acceptance without an error (TRAPS of SGLang and of training), each looked at: {"cause", "found", "expected", "ok"}.
+
+    Read from the running server and from the checkpoint that it has loaded, not from the one that was meant. ok is None where it can't be seen from here.
+    """
+    served, rows = status["drafter"], []
+
+    def look(cause: str, found, expected, ok: bool | None = None) -> None:
+        rows.append({"cause": cause, "found": str(found), "expected": str(expected), "ok": found == expected if ok is None and found is not None else ok})
+
+    asked = {"num_steps": config.speculative_num_steps, "topk": config.speculative_eagle_topk, "draft_tokens": config.verified_tok}
+    look("algorithm: EAGLE reads another kind of drafter and accepts nothing", served["algorithm"], "EAGLE3")
+    look("boundaries that feed the drafter", served.get("boundaries"), list(drafter.config.boundaries))
+    look("draft steps, top-k, draft tokens", [served[name] for name in asked], list(asked.values()))
+    path = Path(served["path"])
+    try:
+        checkpoint, weights = read_json(path / "config.json"), load_file(path / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        look(f"the checkpoint {path.name}", f"can't be read here: {type(error).__name__}", "readable, to look at it", False)
+    else:
+        rows += checkpoint_causes(checkpoint, weights, drafter)
+    look("dtype: rounding turns ties around", status["dtype"], record["settings"]["decoded_dtype"])
+    model = Path(status["model"])
+    known = (model / "config.json").is_file()
+    look("target of the server", load_target(str(model)).fingerprint[:12] if known else None, target.fingerprint[:12])
+    ours = read_json(config.acceptance_dir / "acceptance.json")
+    repeats, mine = record["repeated_bigrams"], ours["repeated_bigrams"]
+    look("looping text is easy to draft: repeated bigrams", interval_text(repeats), f"{interval_text(mine)} as decoded",
+         mine["low"] is None or repeats["value"] is None or mine["low"] <= repeats["value"] <= mine["high"])
+    look("prompt tokens: a template or a first token added by the server", int(table["server_prompt_tok"].sum()), int(table["prompt_tok"].sum()))
+    manifest = config.judged.store_dir / "manifest.json"
+    trained = read_json(manifest).get("template_hash") if manifest.is_file() else None
+    now = template_hash(target.tokenizer())[:12] if trained else None
+    look("chat template of the training data", trained and trained[:12], now)
+    file, record_file = config.judged.drafter_dir / FILE, config.acceptance_dir / "acceptance.json"
+    if file.is_file():
+        older = record_file.stat().st_mtime < file.stat().st_mtime
+        look("our decoding is of this drafter", "older than the drafter" if older else "after it was trained", "after it was trained")
+    return rows
+
+
+def checkpoint_causes(checkpoint: dict, weights: dict[str, torch.Tensor], drafter: Drafter) -> list[dict]:
+    """The part of `causes` that a checkpoint's config.json and weights show, against the drafter that training saved."""
+    rows, config = [], drafter.config
+
+    def look(cause: str, found, expected) -> None:
+        rows.append({"cause": cause, "found": str(found), "expected": str(expected), "ok": found == expected})
+
+    eagle = checkpoint.get("eagle_config") or {}
+    named = {loaded_as(name): tensor for name, tensor in weights.items()}
+    own = drafter.state_dict()
+    known = {*own, "d2t", *OPTIONAL_KEYS}  # our names are SGLang's
+    look("weights that the loader drops, silently", shorten(sorted(set(named) - known)), "none")
+    look("weights left at random values, silently", shorten(sorted(known - {*named, *OPTIONAL_KEYS})), "none")
+    both = [name for name in named if name in own and name != "embed_tokens.weight"]
+    other = [name for name in both if named[name].shape != own[name].shape or not torch.equal(named[name].float().cpu(), own[name].float().cpu())]
+    look("weights other than the trained ones (an old export?)", shorten(sorted(other)), "none")
+    norm = named.get("norm.weight")
+    apart = "missing" if norm is None else "other shape" if norm.shape != own["norm.weight"].shape else f"{float((norm.float() - own['norm.weight'].cpu()).abs().max()):g} apart"
+    look("final norm of the drafter, before its head", apart, "0 apart")
+    d2t, ids = named.get("d2t"), drafter.vocab.ids.cpu()
+    offsets = drafter.vocab.d2t.cpu()
+    found = ("missing" if d2t is None else "offsets" if torch.equal(d2t.cpu().to(offsets.dtype), offsets) else
+             "absolute target ids" if torch.equal(d2t.cpu().to(ids.dtype), ids) else "other offsets")  # fmt: skip
+    look("d2t: target id = draft id + d2t", found, "offsets")
+    for name, at, expected in (("norm_output", checkpoint, config.norm_output), ("fc_norm", checkpoint, config.fc_norm), ("norm_before_fc", eagle, config.norm_before_fc)):
+        look(f"{name}, as it was trained", bool(at.get(name) or (name == "fc_norm" and checkpoint.get("use_aux_norm"))), expected)
+    return rows
+
+
+def loaded_as(name: str) -> str:
+    """The name by which SGLang's EAGLE-3 loader knows a weight."""
+    for legacy, new in LEGACY.items():
+        name = name.replace(legacy, new)
+    return name.removeprefix("model.")
+
+
+def shorten(names: list[str], shown: int = 4) -> str:
+    return "none" if not names else ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+
+
+# ---- as tables to read
+
+
+def cause_table(record: dict) -> pd.DataFrame:
+    """The causes of served.json, those that were found first."""
+    order = sorted(record["causes"], key=lambda row: {False: 0, None: 1, True: 2}[row["ok"]])
+    return pd.DataFrame([{"": {True: "ok", False: "LOOK", None: "?"}[row["ok"]], **{name: row[name] for name in ("cause", "found", "expected")}} for row in order])
+
+
+def round_trip_table(record: dict) -> pd.DataFrame:
+    """What the running server feeds the drafter, beside what it was trained on."""
+    trip, served = record["round_trip"], record["drafter"]
+    return pd.DataFrame([
+        {"": "boundaries", "served": str(trip["served"]), "trained": str(trip["trained"])},
+        {"": "layer ids", "served": str(trip["ids"]), "trained": ""},
+        *({"": row["cause"].split(",")[0], "served": row["found"], "trained": row["expected"]} for row in record["causes"] if row["cause"].endswith("as it was trained")),
+        {"": "algorithm", "served": served["algorithm"], "trained": "EAGLE3"},
+    ])  # fmt: skip
+
+
+def sides(walked: dict, decoded: dict, served: dict) -> list[dict]:
+    """Offline estimate, our decoding and the server, from walk.json, acceptance.json and served.json: {"name", "acceptance_length", "survival" by position}."""
+    return [
+        {"name": f"offline estimate, {walked['counts']['samples']} samples", "acceptance_length": walked["acceptance_length"], "survival": [p["survival"] for p in walked["by_position"]]},
+        {"name": f"our decoding, {decoded['counts']['prompts']} prompts", "acceptance_length": decoded["acceptance_length"], "survival": [p["survival"] for p in decoded["by_position"]]},
+        {"name": f"the server, {served['counts']['prompts']} prompts", "acceptance_length": served["acceptance_length"], "survival": [p["server"] for p in served["by_position"]]},
+    ]  # fmt: skip
+
+
+def side_table(found: list[dict]) -> pd.DataFrame:
+    """`sides` to read: a column each, acceptance length and the share of verify steps that accept at least so many drafts, with intervals."""
+    names = ["acceptance length", *(f"at least {i} accepted" for i in range(1, len(found[0]["survival"]) + 1))]
+    return pd.DataFrame([{"": name} | {side["name"]: interval_text([side["acceptance_length"], *side["survival"]][i]) for side in found} for i, name in enumerate(names)])

@@ -1,0 +1,294 @@
+"""The server's acceptance beside ours: how each answer is counted, a real server that serves a taught drafter, and checkpoints with a fault each."""
+
+import dataclasses
+import json
+import os
+import shutil
+
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from taught import make_prompts, teach
+from tiny import make_tiny_target
+
+from eyas import decode, plots
+from eyas.acceptance import Prompt, measure
+from eyas.config import Config
+from eyas.drafter import save_drafter
+from eyas.errors import EyasError
+from eyas.export import engine_boundaries, export_sglang
+from eyas.files import read_json, write_json
+from eyas.serve import serving_up
+from eyas.served import Answer, agree, cause_table, causes, check, checkpoint_causes, count, our_decoding, read_answer, round_trip, round_trip_table, side_table, sides
+from eyas.target import load_target
+
+BOUNDARIES, STEPS, NEW_TOK, END = (1, 3, 5), 3, 30, 2
+
+
+# ---- counting
+
+
+def answer(ids: list[int], accepted: list[int], end_id: int | None = None) -> Answer:
+    return Answer(ids, end_id, accepted, 5, 1.0)
+
+
+@pytest.mark.parametrize("ids, accepted, end_id, most, expected", [
+    # 1 from the prefill, then 2, 4 and 1 tokens; asked for 5: the step that crosses is counted whole, the one after it is not
+    ([1] * 8, [1, 3, 0], None, 5, ([1, 3], [3, 3], 5)),
+    ([1] * 8, [1, 3, 0], None, 7, ([1, 3], [3, 3], 7)),
+    ([1] * 8, [1, 3, 0], None, 8, ([1, 3, 0], [3, 3, 3], 8)),
+    # the text ends at the second draft of a step whose three drafts the server accepted: the third is neither accepted nor proposed
+    ([1, 1, 1, 1, END], [1, 3], END, 20, ([1, 2], [3, 2], 5)),
+    ([1, 1, 1, END], [1, 3], END, 20, ([1, 1], [3, 1], 4)),  # at the first draft
+    ([1, 1, 1, 1, 1, 1, END], [1, 3], END, 20, ([1, 3], [3, 3], 7)),  # at the bonus token: all three drafts count
+    ([1, 1, 1, END], [1, 0], END, 20, ([1, 0], [3, 3], 4)),  # at the bonus token of a step that accepted nothing
+    ([1, 1, 1, 1, 1, END], [1, 3], END, 20, ([1, 3], [3, 3], 6)),  # at the third of three drafts: the bonus token behind it is lost
+    ([1, 1, 1, 1, END], [1, 3], END, 4, ([1, 2], [3, 2], 4)),  # beyond the tokens that were asked for, inside the last step
+    ([END], [], END, 20, ([], [], 1)),  # the prefill's own token
+    ([1], [], None, 1, ([], [], 1)),
+], ids=str)  # fmt: skip
+def test_counts_of_hand_made_answers(ids, accepted, end_id, most, expected):
+    kept, drafted, tok = expected
+    found = count(answer(ids, accepted, end_id), STEPS, most)
+    assert (found["tok"], found["verify_steps"], found["accepted"]) == (tok, len(kept), sum(kept))
+    for i in (1, 2, 3):
+        assert found[f"accepted_{i}"] == sum(n >= i for n in kept)
+        assert found[f"proposed_{i}"] == sum(n >= i for n in drafted)
+        assert found[f"reached_{i}"] == sum(min(n + 1, d) >= i for n, d in zip(kept, drafted))
+
+
+@pytest.mark.parametrize("ids, accepted", [([1] * 8, [1, 3]), ([1] * 5, [1, 3])])
+def test_steps_that_do_not_make_up_the_text_are_refused(ids, accepted):
+    with pytest.raises(EyasError, match="verify steps"):
+        count(answer(ids, accepted), STEPS, 20)
+
+
+def test_read_answer():
+    meta = {"finish_reason": {"type": "length", "length": 4}, "prompt_tokens": 7, "spec_verify_ct": 2, "spec_num_correct_drafts": 4, "eyas_accepted": [None, 1, None, 3, None]}
+    found = read_answer({"output_ids": [5] * 5, "meta_info": meta}, 2.0)
+    assert found == Answer([5] * 5, None, [1, 3], 7, 2.0)
+    stopped = meta | {"finish_reason": {"type": "stop", "matched": END}}
+    assert read_answer({"output_ids": [5], "meta_info": stopped}).end_id == END
+    plain = {"finish_reason": {"type": "length", "length": 1}, "prompt_tokens": 7}
+    assert read_answer({"output_ids": [5], "meta_info": plain}).accepted == []
+    for change, words in (({"spec_num_correct_drafts": 5}, "SGLang's own counts, 2 and 5"), ({"eyas_accepted": None}, "not in which step"),
+                          ({"finish_reason": {"type": "abort", "message": "x"}}, "abort"), ({"finish_reason": {"type": "stop", "matched": "NaN happened"}}, "NaN")):
+        with pytest.raises(EyasError, match=words):
+            read_answer({"output_ids": [5] * 5, "meta_info": meta | change})
+
+
+def test_agree():
+    def interval(value, low, high):
+        return {"value": value, "low": low, "high": high}
+
+    none = interval(0.01, -0.1, 0.1)
+    assert agree({"server": interval(1.7, 1.6, 1.8), "ours": interval(1.75, 1.6, 1.9), "difference": none})
+    assert agree({"server": interval(1.7, 1.6, 1.8), "ours": interval(1.81, 1.6, 1.9), "difference": none}) is False  # outside the server's
+    assert agree({"server": interval(1.7, 1.6, 1.8), "ours": interval(1.75, 1.71, 1.9), "difference": none}) is False  # outside ours
+    assert agree({"server": interval(1.7, 1.6, 1.8), "ours": interval(1.75, 1.6, 1.9), "difference": interval(0.1, 0.02, 0.2)}) is False  # paired
+    assert agree({"server": interval(1.7, None, None), "ours": interval(1.75, None, None), "difference": none}) is None
+
+
+# ---- a real server
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """(config, target, drafter, prompts), all decoded by us. Two of the texts end by themselves, one of them inside a verify step."""
+    folder = tmp_path_factory.mktemp("served")
+    before = os.environ.get("EYAS_DATA")
+    os.environ["EYAS_DATA"] = str(folder / "data")
+    prompts = make_prompts(lengths=(2, 7, 19, 40, 33, 12))
+    target = load_target(str(make_tiny_target(folder / "tiny", n_blocks=6)))
+    drafter = teach(target, decode.load_model(target, torch.float32, "cpu"), prompts, BOUNDARIES, levels=3)
+    end_texts(target, drafter, prompts)
+    target = load_target(str(target.folder))
+    config = Config.create(run_name="x", target=str(target.folder), boundaries=BOUNDARIES, threads=1, decode_new_tok=NEW_TOK, speculative_num_steps=STEPS, serve_timed_prompts=2,
+                           max_total_tok=4096, context_tok=512, max_length=256, concurrency=4, check_bf16_prompts=1, baseline_prompts=1)  # fmt: skip
+    save_drafter(drafter, config.drafter_dir, {"target": {"name": target.name, "fingerprint": target.fingerprint}})
+    asked = [Prompt(f"p{i}", "random", ids) for i, ids in enumerate(prompts)]
+    measure(config, target, drafter, asked)
+    yield config, target, drafter, asked
+    os.environ.pop("EYAS_DATA") if before is None else os.environ.update(EYAS_DATA=before)
+
+
+def end_texts(target, drafter, prompts: list[list[int]]) -> None:
+    """Make two tokens the target's ends: one that is an accepted draft with more accepted behind it, and in another text one that is a bonus token."""
+    model = decode.load_model(target, torch.float32, "cpu")
+    found: dict[str, list[tuple[int, int]]] = {"draft": [], "bonus": []}  # (prompt, token)
+    for n, prompt in enumerate(prompts):
+        trace, at = decode.speculative_decode(model, decode.EagleDraft(drafter, STEPS), prompt, NEW_TOK), 1
+        for step in trace.steps[:-1]:
+            here = trace.tokens[at : at + len(step.accepted) + 1]
+            for kind, token in (("draft", here[0]), ("bonus", here[-1])):
+                if len(here) > 2 - (kind == "bonus") and token not in trace.tokens[: at + (len(here) - 1) * (kind == "bonus")]:
+                    found[kind].append((n, token))
+            at += len(here)
+    draft, bonus = next((a, b) for a in found["draft"] for b in found["bonus"] if a[0] != b[0] and a[1] != b[1])
+    for name in ("config.json", "generation_config.json"):
+        write_json(target.folder / name, read_json(target.folder / name) | {"eos_token_id": [draft[1], bonus[1]]})
+
+
+@pytest.fixture(scope="module")
+def checked(world):
+    return check(*world)
+
+
+server = pytest.mark.server
+
+
+@server
+def test_the_server_accepts_what_our_decoding_does(world, checked):
+    """Float32: the same accepted drafts at each position of each prompt, the same text, and so the same numbers."""
+    config, _, _, prompts = world
+    table, record = checked.prompts, checked.record
+    assert table["same_counts"].all() and record["same_counts"] == len(prompts)
+    assert list(table["accepted"]) == list(table["ours_accepted"]) and table["accepted"].sum() > 20
+    ours = pd.read_parquet(config.acceptance_dir / "acceptance.parquet")
+    for name in ("tok", "verify_steps", *(f"{kind}_{i}" for i in (1, 2, 3) for kind in ("proposed", "reached", "accepted"))):
+        assert list(table[name]) == list(ours[name]), name
+    assert (ours["tok"] < NEW_TOK).sum() >= 2, "two texts end by themselves"
+    assert record["identical"] == {"prompts": len(prompts), "differing": 0}
+    assert record["difference"]["value"] == 0 and not record["off"] and checked.passed
+    assert record["round_trip"] == {"served": list(BOUNDARIES), "trained": list(BOUNDARIES), "ids": [0, 2, 4], "equal": True}
+    assert record["headline"]["value"] == read_json(config.acceptance_dir / "acceptance.json")["acceptance_length"]["value"]
+    assert read_json(config.acceptance_dir / "served.json") == json.loads(json.dumps(record))
+    assert record["speed_ratio"]["value"] > 0 and record["speed_prompts"] == 2
+
+
+@server
+def test_nothing_is_wrong_with_an_honest_checkpoint(checked):
+    wrong = [row for row in checked.record["causes"] if row["ok"] is False]
+    assert not wrong
+    assert "causes" not in str(checked) and "agree" in str(checked)
+    assert list(round_trip_table(checked.record)["served"][:2]) == [str(list(BOUNDARIES)), "[0, 2, 4]"]
+
+
+@server
+def test_no_server_is_left(world, checked):
+    config = world[0]
+    assert not list(config.server_dir.rglob("server.json")) and list(config.server_dir.rglob("server.log"))
+
+
+@server
+def test_three_sides(world, checked):
+    decoded = read_json(world[0].acceptance_dir / "acceptance.json")
+    walked = decoded | {"counts": {"samples": 4}}
+    found = sides(walked, decoded, checked.record)
+    table = side_table(found)
+    assert table.shape == (1 + STEPS, 4) and (table.iloc[:, 2] == table.iloc[:, 3]).all()
+    assert len(plots.plot_sides(found).get_legend().get_texts()) == 3
+
+
+# ---- faults
+
+
+def broken(folder, fault: str, out):
+    """A copy of an exported drafter with one fault."""
+    shutil.copytree(folder, out)
+    config, weights = read_json(out / "config.json"), load_file(out / "model.safetensors")
+    if fault == "d2t":
+        weights["d2t"] = weights["d2t"] + torch.arange(len(weights["d2t"]))
+    elif fault == "names":
+        weights = {name.replace("mlp.", "ffn."): tensor for name, tensor in weights.items()}
+    elif fault == "norm_output":
+        config["norm_output"] = not config["norm_output"]
+    elif fault == "fc_norm":
+        config["fc_norm"] = True
+    elif fault == "norm":
+        weights["norm.weight"] = torch.ones_like(weights["norm.weight"])
+    elif fault == "old":
+        weights["fc.weight"] = weights["fc.weight"] * 0.9
+    write_json(out / "config.json", config)
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+NAMED = {  # fault -> the row that names it, and what it says
+    "d2t": ("d2t", "absolute target ids"),
+    "names": ("weights that the loader drops", "layers.0.ffn.down_proj.weight"),
+    "norm_output": ("norm_output", "True"),
+    "fc_norm": ("fc_norm", "True"),
+    "norm": ("final norm", "apart"),
+    "old": ("weights other than the trained ones", "fc.weight"),
+}
+
+
+@pytest.mark.parametrize("fault", NAMED)
+def test_a_fault_of_the_checkpoint_is_named(world, tmp_path, fault):
+    _, target, drafter, _ = world
+    out = broken(export_sglang(drafter, target, tmp_path / "export"), fault, tmp_path / "broken")
+    wrong = [row for row in checkpoint_causes(read_json(out / "config.json"), load_file(out / "model.safetensors"), drafter) if row["ok"] is False]
+    row, words = NAMED[fault]
+    assert any(found["cause"].startswith(row) and words in found["found"] for found in wrong), wrong
+    others = {"names": 2, "norm": 2}.get(fault, 1)  # a dropped weight is missing too; the norm is a trained weight
+    assert len(wrong) == others
+
+
+def test_what_the_server_says_of_itself_is_looked_at(world, checked):
+    """EAGLE for EAGLE3, other draft steps, another target, dtype, prompts with a token more: each by its own row, and only that."""
+    config, target, drafter, _ = world
+    status = {"drafter": {**checked.record["drafter"], "path": str(config.export_dir)}, "dtype": "float32", "model": str(target.folder), "url": "x"}
+
+    def wrong(table=checked.prompts, drafting=(), **changed) -> list[str]:
+        found = causes(config, target, drafter, status | changed | {"drafter": status["drafter"] | dict(drafting)}, checked.record, table)
+        return [row["cause"].split(":")[0].split(",")[0] for row in found if row["ok"] is False]
+
+    assert wrong() == []
+    assert wrong(drafting={"algorithm": "EAGLE"}) == ["algorithm"]
+    assert wrong(drafting={"num_steps": 2, "draft_tokens": 3}) == ["draft steps"]
+    assert wrong(drafting={"boundaries": [2, 4, 6]}) == ["boundaries that feed the drafter"]
+    assert wrong(dtype="bfloat16") == ["dtype"]
+    assert wrong(table=checked.prompts.assign(server_prompt_tok=checked.prompts["prompt_tok"] + 1)) == ["prompt tokens"]
+    assert len(wrong(drafting={"path": str(config.export_dir / "nowhere")})) == 1
+
+
+@server
+def test_served_with_a_fault(world, checked, tmp_path):
+    """A real server of a checkpoint with d2t absolute and half of the weights dropped, as a server of one's own: less is accepted, and both are named."""
+    config, target, drafter, prompts = world
+    bad = broken(broken(export_sglang(drafter, target, tmp_path / "export"), "d2t", tmp_path / "d2t"), "names", tmp_path / "both")
+    with serving_up(dataclasses.replace(config, dtype="float32"), bad, tmp_path / "server", tied=True) as up:
+        own = dataclasses.replace(config, serve_url=up.url, run_name="own", drafter_run="x")
+        shutil.copytree(config.acceptance_dir, own.acceptance_dir)
+        found = check(own, target, drafter, prompts)
+    assert found.record["off"] and not found.passed and found.record["identical"] is None
+    assert found.record["acceptance_length"]["value"] < checked.record["acceptance_length"]["value"]
+    wrong = cause_table(found.record)
+    wrong = wrong[wrong[""] == "LOOK"]
+    assert {"absolute target ids", "layers.0.ffn.down_proj.weight, layers.0.ffn.gate_proj.weight, layers.0.ffn.up_proj.weight"} <= set(wrong["found"])
+    assert "absolute target ids" in str(found)
+
+
+def test_other_boundaries_are_refused(world):
+    """Ids that mean boundaries to the one who wrote them, where SGLang takes the block before."""
+    _, target, drafter, _ = world
+    status = {"url": "x", "drafter": {"boundaries": list(engine_boundaries(list(BOUNDARIES), "LlamaForCausalLM", target.n_blocks)), "ids": list(BOUNDARIES)}}
+    with pytest.raises(EyasError, match=r"boundaries \[2, 4, 6\] .* expected \[1, 3, 5\].*never seen.*python -m eyas export"):
+        round_trip(status, drafter)
+
+
+# ---- refusals
+
+
+def test_what_there_is_to_compare_with(world, data):
+    config, _, drafter, prompts = world
+    with pytest.raises(EyasError, match="has not decoded.*python -m eyas decode"):
+        our_decoding(config, prompts)  # another data folder
+    with pytest.raises(EyasError, match="no prompts"):
+        our_decoding(config, [])
+    with pytest.raises(EyasError, match="runs without a drafter"):
+        round_trip({"url": "http://x", "drafter": None}, drafter)
+
+
+def test_other_settings_and_prompts_are_refused(world):
+    config, _, _, prompts = world
+    with pytest.raises(EyasError, match="speculative_num_steps 3, not 2"):
+        our_decoding(dataclasses.replace(config, speculative_num_steps=2), prompts)
+    with pytest.raises(EyasError, match="1 of 2 are not among them, other first"):
+        our_decoding(config, [prompts[0], Prompt("other", "random", [1])])
+    with pytest.raises(EyasError, match="1 of 1"):
+        our_decoding(config, [Prompt(prompts[0].id, "random", [1])])  # the same name, another prompt
+    record, table = our_decoding(config, prompts[::-1])
+    assert list(table["id"]) == [p.id for p in prompts[::-1]]
