@@ -385,9 +385,9 @@ def plot_tuning(table: pd.DataFrame, noise: dict[str, float], ax: Axes | None = 
             ax.axvspan(1 / noise[measure], noise[measure], color=colour, alpha=0.1, linewidth=0)
             ax.errorbar(values, rows.index + shift, xerr=_error(values, list(rows[measure])), color=colour, fmt="o", capsize=4, label=measure)
         ax.axvline(1, color="black", linewidth=1)
-        kinds = {"noise": "", "kept": ": kept", "not kept": "", "refused": ": refused"}
-        ax.set_yticks(range(len(table)), [f"{change}{kinds[outcome]}" for change, outcome in zip(table["change"], table["outcome"])])
-        ax.set(xlabel="tokens per second, over the settings beside it", title="Server settings, each measured in turns (95 % intervals; shaded: noise)", ylim=(-0.6, len(table) - 0.4))
+        said = [f": {outcome}" if outcome in ("kept", "refused") else "" for outcome in table["outcome"]]
+        ax.set_yticks(range(len(table)), [f"{change}{more}" for change, more in zip(table["change"], said)])
+        ax.set(xlabel="tokens per second, over the settings beside it", title="Server settings, each beside those kept before", ylim=(-0.6, len(table) - 0.4))
         ax.grid(axis="y", visible=False)
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return ax

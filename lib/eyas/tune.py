@@ -62,7 +62,8 @@ def options(config: Config) -> list[tuple[str, object]]:
         wanted = [(name, value) for part in config.tune_try.split() for name, _, values in [part.partition(":")] for value in values.split(",")]
     elif config.device == "cpu":
         cores = len(os.sched_getaffinity(0))
-        wanted = [("huge_pages", True), ("server_threads", cores), ("server_threads", max(1, cores // 2)), ("max_prefill_tok", 2048), ("omp_spin", 0), ("omp_spin", 3_000_000),
+        threads = [n for n in (cores, max(1, cores // 2)) if n != (config.server_threads or config.threads)]
+        wanted = [("huge_pages", True), *(("server_threads", n) for n in threads), ("max_prefill_tok", 2048), ("omp_spin", 0), ("omp_spin", 3_000_000),
                   ("concurrency", 2 * config.concurrency), ("concurrency", max(1, config.concurrency // 2)), ("max_prefill_tok", 4096)]  # fmt: skip
     else:
         wanted = [("attention_backend", "flashinfer"), ("attention_backend", "fa3"), ("max_prefill_tok", 8192), ("max_prefill_tok", 32768), ("concurrency", 2 * config.concurrency)]
@@ -407,13 +408,19 @@ def find_result(config: Config) -> dict | None:
 def line(record: dict) -> str:
     """One trial, in a line."""
     ratios = "".join(f" {m} {interval_text(record[m]['ratio'])}," for m in MEASURES if m in record)
-    return f"{trial_name(record)}:{ratios}" + f" {record['state']}" * (record["kind"] != "noise") + f" ({record['reason']})" * bool(record["reason"]) + f" {record['seconds']:.0f} s"
+    return f"{trial_name(record)}:{ratios}" + f" {record['state']}" * (record["kind"] != "noise") + f" ({why(record)})" * bool(record["reason"]) + f" {record['seconds']:.0f} s"
+
+
+def why(record: dict) -> str:
+    """The reason in a line: of a server's log, its last one."""
+    lines = [text.strip() for text in record["reason"].splitlines() if text.strip()]
+    return lines[0] if len(lines) < 2 else f"{lines[0].rstrip(':')} ... {lines[-1][:160]}"
 
 
 def trial_name(record: dict) -> str:
     """What a trial changed over what was kept before it."""
     if record["kind"] != "change":
-        return "the same settings twice" if record["kind"] == "noise" else "confirmation: " + ", ".join(record["tried"])
+        return "the same settings twice" if record["kind"] == "noise" else "all that was kept, in new servers"
     changed = {name: value for name, value in record["tried"].items() if record["kept"].get(name) != value}
     changed |= {name: "as the profile" for name in record["kept"] if name not in record["tried"]}
     return ", ".join(f"{name} {str(value).lower() if isinstance(value, bool) else value}" for name, value in changed.items())
@@ -458,6 +465,6 @@ def gains_table(result: dict) -> pd.DataFrame:
 def trials_table(result: dict) -> pd.DataFrame:
     """Every trial: what was changed over what had been kept, the two ratios as intervals (None where it was refused), and what became of it."""
     return pd.DataFrame([
-        {"change": trial_name(r), **{m: r[m]["ratio"] if m in r else None for m in MEASURES}, "outcome": r["state"], "why": r["reason"].splitlines()[0] if r["reason"] else ""}
+        {"change": trial_name(r), **{m: r[m]["ratio"] if m in r else None for m in MEASURES}, "outcome": r["state"], "why": why(r) if r["reason"] else ""}
         for r in result["trials"]
     ])  # fmt: skip
