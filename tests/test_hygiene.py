@@ -36,7 +36,7 @@ def test_stripped(path):
     notebook = read(path)
     nbformat.validate(notebook)
     assert notebook.metadata["kernelspec"]["name"] == "python3"
-    assert set(notebook.metadata) <= {"kernelspec", "language_info"} and set(notebook.metadata.get("language_info", {})) <= {"name"}
+    assert set(notebook.metadata) <= {"eyas", "kernelspec", "language_info"} and set(notebook.metadata.get("language_info", {})) <= {"name"}
     for cell in notebook.cells:
         assert set(cell.metadata) <= {"tags"}
         if cell.cell_type == "code":
@@ -83,6 +83,7 @@ def test_every_setting_used_is_declared(path):
     """A setting that a called function reads but the notebook does not declare would silently keep its default whatever the profile says."""
     own = "\n".join(c.source for c in read(path).cells if c.cell_type == "code")
     used, seen, waiting = settings_of(own), set(), set(imports_of(ast.parse(own)).values())
+    waiting |= {("cli", f"_{command}") for command in re.findall(r'start\(config, "(\w+)"\)', own)}  # a job runs that command
     while waiting:
         module, name = waiting.pop()
         source = ROOT / "lib" / "eyas" / f"{module}.py"

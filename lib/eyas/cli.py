@@ -1,14 +1,17 @@
 """`python -m eyas ...`: thin. Each command parses, calls one function of the library, prints, and returns an exit code."""
 
 import argparse
-import re
+import os
+import select
 import shlex
 import sys
 from pathlib import Path
 
 from eyas.config import RUN_PARTS
-from eyas.errors import EyasError
+from eyas.errors import EyasError, takes_settings
 from eyas.layer_ids import ENGINES
+
+EXIT_BROKEN_PIPE = 141  # what a shell gives for a program that SIGPIPE ended
 
 
 def _config(args):
@@ -94,20 +97,61 @@ def _report(args) -> int:
     from eyas import report
     from eyas.files import read_json
 
-    names = tuple(n for n in _config(args).notebooks.split() if n >= args.start)
+    names = tuple(n for n in _config(args).notebooks.split() if n >= (args.start or ""))
     if not names:
         raise EyasError(f"the profile runs no notebook from {args.start} on", f"a number among {_config(args).notebooks}", f"python -m eyas report -p notebooks {args.start}")
-    folder = report.run_report(args.profile, dict(args.p or []), names, reports=args.out or report.REPORTS, cell_timeout_s=args.cell_timeout_s)
+    folder = report.run_report(args.profile, dict(args.p or []), names, reports=args.out or report.REPORTS, cell_timeout_s=args.cell_timeout_s,
+                               again=args.all or bool(args.start))
     run = read_json(folder / "run.json")
-    print(f"{run['state']}: {folder.parent / 'index.html'}")
+    print(f"{run['state']}: {folder.parent / 'index.html'}" + ("; the same command goes on from here" if run["state"] == "interrupted" else ""))
     return run["return_code"]
 
 
-def _doctor(args) -> int:
-    from eyas.doctor import doctor, screen
+def _job(args) -> int:
+    from eyas import jobs
 
-    checks = doctor()
-    print(screen(checks))
+    if args.action == "list":
+        print(jobs.table(jobs.list_jobs()))
+        return 0
+    config = _config(args)
+    if args.action == "start":
+        job = jobs.start(config, args.name)
+        print(f"{job} goes on in the background; next: python -m eyas job follow {args.name} -p run_name {config.run_name}")
+        return 0
+    found = [jobs.find_job(config, args.name)] if args.name else jobs.list_jobs(config.run_name)
+    if args.action == "stop":
+        print("\n".join(f"{job}: " + ("stopped; the same again goes on where it was" if jobs.stop(job) else f"not going on ({job.state})") for job in found) or "no jobs")
+        return 0
+    for job in [job for job in found if args.name or job.state == "running"]:
+        jobs.follow(job)
+    print(jobs.table(found))
+    return max((job.end()["code"] for job in found if job.state == "done"), default=0)
+
+
+def _index(args) -> int:
+    from eyas import report
+
+    print(report.write_index(args.out or report.REPORTS))
+    return 0
+
+
+def _summary(args) -> int:
+    from eyas import report, summary
+
+    print(summary.markdown(report.read_report(args.run_name, args.out or report.REPORTS)), end="")
+    return 0
+
+
+def _doctor(args) -> int:
+    from eyas.doctor import doctor, screen, target_doctor
+
+    if args.target:
+        checks, table = target_doctor(args.target)
+        print(screen(checks, f"This target is supported; next: python -m eyas plan -p target {args.target}"))
+        print(table)
+    else:
+        checks = doctor()
+        print(screen(checks))
     return 1 if any(check.ok is False for check in checks) else 0
 
 
@@ -327,6 +371,19 @@ def _import_drafter(args) -> int:
     return 0
 
 
+def _serve_check(args) -> int:
+    from eyas.acceptance import eval_prompts
+    from eyas.drafter import load_drafter
+    from eyas.served import check
+    from eyas.target import load_target
+
+    config = _config(args)
+    target = load_target(config.target)
+    found = check(config, target, load_drafter(config.judged.drafter_dir, target), eval_prompts(config, target))
+    print(found)
+    return 0 if found.passed else 1
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m eyas", description="EAGLE-3 drafters from the hidden states that a real SGLang server computes")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -335,7 +392,9 @@ def build_parser() -> argparse.ArgumentParser:
     profile.add_argument("--explain", action="store_true", help="the same; named in error messages")
     profile.set_defaults(run=_profile)
 
-    commands.add_parser("doctor", help="is everything here, do the plugins apply, and what to type where not").set_defaults(run=_doctor)
+    doctor = commands.add_parser("doctor", help="is everything here, do the plugins apply, and what to type where not")
+    doctor.add_argument("--target", metavar="FOLDER", help="ask instead whether this target is supported; a folder with its config.json is enough")
+    doctor.set_defaults(run=_doctor)
 
     _with_profile(commands.add_parser("target", help="the target's facts; makes the embedded one when it is not there")).set_defaults(run=_target)
 
@@ -366,19 +425,6 @@ def build_parser() -> argparse.ArgumentParser:
     verify = _with_profile(commands.add_parser("verify", help="read a store back: complete, whole, the prompt set's"))
     depth = verify.add_mutually_exclusive_group()
     depth.add_argument("--deep", action="store_true", help="read every byte (the default)")
-def _serve_check(args) -> int:
-    from eyas.acceptance import eval_prompts
-    from eyas.drafter import load_drafter
-    from eyas.served import check
-    from eyas.target import load_target
-
-    config = _config(args)
-    target = load_target(config.target)
-    found = check(config, target, load_drafter(config.judged.drafter_dir, target), eval_prompts(config, target))
-    print(found)
-    return 0 if found.passed else 1
-
-
     depth.add_argument("--quick", action="store_true", help="sizes and headers only")
     verify.add_argument("--repair", action="store_true", help="put right what can be, and extract again just what is broken (needs the server)")
     verify.set_defaults(run=_verify)
@@ -417,6 +463,8 @@ def _serve_check(args) -> int:
     _with_profile(commands.add_parser("walk", help="estimate the drafter's acceptance from the stored held-out states")).set_defaults(run=_walk)
     _with_profile(commands.add_parser("decode", help="real speculative decoding of held-out prompts: acceptance, speed, same output")).set_defaults(run=_decode)
     _with_profile(commands.add_parser("compare", help="acceptance of the run's drafter minus that of -p compare_run NAME, paired by prompt")).set_defaults(run=_compare)
+    _with_profile(commands.add_parser("serve-check", help="serve the drafter in SGLang: does the server accept what `decode` does, on the same prompts?")).set_defaults(run=_serve_check)
+
     export = _with_profile(commands.add_parser("export", help="write the run's drafter in the layout that SGLang serves, or vLLM"))
     export.add_argument("--to", default="sglang", choices=("sglang", "vllm", "speculators"), help="default: sglang; the other two read the same files")
     export.add_argument("--table", action="store_true", help="write nothing; show what each engine, version and family means by a layer id")
@@ -428,20 +476,45 @@ def _serve_check(args) -> int:
     foreign.add_argument("--norm-before-residual", choices=("yes", "no"), help="where a checkpoint in speculators' layout doesn't say")
     foreign.set_defaults(run=_import_drafter)
 
-    report = _with_profile(commands.add_parser("report", help="run the notebooks and write their pages and the index"))
-    report.add_argument("--from", dest="start", default="01", metavar="NN", help="first notebook to run, e.g. 04; pages of the ones before it stay")
+    job = commands.add_parser("job", help="long jobs in the background, as the notebooks start them").add_subparsers(dest="action", metavar="ACTION")
+    job.add_parser("list", help="all of them, with how far they are")
+    begin = _with_profile(job.add_parser("start", help="in the background; goes on when this terminal closes"))
+    begin.add_argument("name", metavar="COMMAND", help="extract, train or sweep")
+    for action, text in (("follow", "show what it prints and how far it is; Ctrl-C ends the watching only"), ("stop", "end it as Ctrl-C would; the same again goes on where it was")):
+        one = _with_profile(job.add_parser(action, help=text))
+        one.add_argument("name", metavar="COMMAND", nargs="?", help="extract, train or sweep (default: all of the run)")
+    commands.choices["job"].set_defaults(run=_job, action="list")
+
+    report = _with_profile(commands.add_parser("report", help="run the notebooks that are not up to date, and write the pages and the index"))
+    report.add_argument("--from", dest="start", metavar="NN", help="run this notebook, e.g. 04, and all after it, up to date or not; pages of the ones before it stay")
+    report.add_argument("--all", action="store_true", help="run all of them, up to date or not")
     report.add_argument("--out", type=Path, metavar="FOLDER", help="where the pages go (default: reports/)")
     report.add_argument("--cell-timeout-s", type=float, default=4 * 3600.0, metavar="S", help="longest time of one cell, seconds (default: four hours)")
     report.set_defaults(run=_report)
+
+    index = commands.add_parser("index", help="write the index of all reports, their links and their summaries again, from what is there; runs nothing")
+    index.add_argument("--out", type=Path, metavar="FOLDER", help="where the reports are (default: reports/)")
+    index.set_defaults(run=_index)
+    told = commands.add_parser("summary", help="one report as Markdown for an issue or a chat: answer, numbers with intervals, command, versions")
+    told.add_argument("run_name", metavar="RUN", help="a folder of the reports")
+    told.add_argument("--out", type=Path, metavar="FOLDER", help="where the reports are (default: reports/)")
+    told.set_defaults(run=_summary)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()  # here, where a reader that has gone away can still be told from an error
+        return code
     except EyasError as error:
         print(f"eyas: {error}{_as_here(args, error.next_command)}", file=sys.stderr)
+        return 2
+    except BrokenPipeError as error:
+        if _nobody_reads():
+            return EXIT_BROKEN_PIPE
+        print(f"eyas: {error}", file=sys.stderr)
         return 2
     except OSError as error:  # a disk, a permission, a name that is too long: nothing that a traceback would explain
         print(f"eyas: {error}", file=sys.stderr)
@@ -451,14 +524,21 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
+def _nobody_reads() -> bool:
+    """Whether it is our own output that has lost its reader: `| head` has seen enough. Nothing more is written then, or Python would complain at its end."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)  # errors and hang-ups are reported unasked
+    if not output.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
 def _as_here(args, next_command: str) -> str:
     """A command that a message names is for the run at hand: with these options, but for what the message says itself."""
     options = ["--profile", args.profile] if getattr(args, "profile", "demo") != "demo" and "--profile" not in next_command else []
     options += [word for name, value in getattr(args, "p", None) or [] if f"-p {name} " not in next_command for word in ("-p", name, value)]
-    needed = re.search("python -m eyas (?!data|doctor|prompts build|profile)", next_command) and not next_command.endswith("--help")
-    _with_profile(commands.add_parser("serve-check", help="serve the drafter in SGLang: does the server accept what `decode` does, on the same prompts?")).set_defaults(run=_serve_check)
-
-    return f", with {shlex.join(options)} as here" if options and needed else ""
+    return f", with {shlex.join(options)} as here" if options and takes_settings(next_command) else ""
 
 
 if __name__ == "__main__":

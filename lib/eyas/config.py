@@ -7,6 +7,7 @@ subset that it uses; `Config.create(**parameters)` coerces, checks and refuses w
 import dataclasses
 import difflib
 import math
+import shlex
 import types
 import typing
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from eyas.errors import EyasError
 from eyas.files import ROOT, data_dir
 
 PROFILES = ROOT / "notebooks" / "profiles"
-RUN_PARTS = ("store", "drafter", "export", "acceptance", "prompts", "server", "notebooks", "tune", "sweep")  # folders of a run
+RUN_PARTS = ("store", "drafter", "export", "acceptance", "prompts", "server", "notebooks", "tune", "sweep", "jobs")  # folders of a run
 
 
 def _doc(default, text: str):
@@ -94,7 +95,7 @@ class Config:
     draft_vocab_size: int = _doc(8192, "D, most frequent supervised tokens kept")
     draft_steps: int = _doc(3, "K, training-time-test steps")
     step_decay: float = _doc(0.5, "weight of step i is step_decay**i; the weights are divided by their sum")
-    epochs: float = _doc(3.0, "passes over the training samples")
+    epochs: float = _doc(2.0, "passes over the training samples")
     batch_tok: int = _doc(512, "packed tokens of one optimiser step")
     learning_rate: float = _doc(2.0e-3, "peak of the cosine schedule")
     warmup_ratio: float = _doc(0.05, "share of the optimiser steps spent warming up")
@@ -127,11 +128,11 @@ class Config:
     speed_steps: int = _doc(6, "most draft steps that the speed model looks at")
     speed_topk: int = _doc(4, "largest top-k that the speed model looks at")
     check_bf16_prompts: int = _doc(8, "prompts decoded again in bfloat16, to count differences and show that they are ties")
-    # Layer choice
     serve_prompts: int = _doc(0, "of them, sent to a server that serves the drafter, to compare what it accepts with what our decoding does; 0: all")
     serve_url: str = _doc("", "a running server of one's own that serves the drafter already; empty: start one")
     serve_dtype: str = _doc("float32", "dtype of that server: float32, in which both sides have to be equal, or bfloat16, as one serves")
     serve_timed_prompts: int = _doc(4, "of those, sent one at a time with and without the drafter, both servers up at once; 0: no timing, one server after the other")
+    # Layer choice
     member: str = _doc("", "one training of a sweep: its folder under the run's sweep/; empty: the run itself")
     sweep_parallel: int = _doc(2, "trainings of a sweep at a time, each on a GPU with device 'cuda'")
     sweep_threads: int = _doc(1, "CPU threads of each of them")
@@ -152,8 +153,8 @@ class Config:
 
         need(self.device in ("cpu", "cuda"), "device", "'cpu' or 'cuda'")
         need(self.dtype in ("bfloat16", "float32"), "dtype", "'bfloat16' or 'float32'")
-        need(self.train_dtype in ("bfloat16", "float32"), "train_dtype", "'bfloat16' or 'float32'")
         need(self.serve_dtype in ("bfloat16", "float32"), "serve_dtype", "'bfloat16' or 'float32'")
+        need(self.train_dtype in ("bfloat16", "float32"), "train_dtype", "'bfloat16' or 'float32'")
         need(bool(self.run_name) and not set(self.run_name) & set("/\\\0") and self.run_name not in (".", ".."), "run_name", "a plain folder name")
         need(len(self.boundaries) > 0 and min(self.boundaries) >= 0, "boundaries", "ids from 0 to N")
         need(list(self.boundaries) == sorted(set(self.boundaries)), "boundaries", "ascending ids, none twice")
@@ -283,6 +284,16 @@ class Config:
         """The profile of that name (or path to a YAML file), with overrides on top."""
         return cls.create(**{**read_profile(profile), **overrides})
 
+    @property
+    def changed(self) -> dict[str, typing.Any]:
+        """The settings that are not the defaults."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
+
+    def options(self, unless: str = "") -> str:
+        """`-p NAME VALUE` for each setting that is not the default, as the command line takes them, but for those that `unless` says itself."""
+        pairs = ((name, "[" + ",".join(map(str, value)) + "]" if isinstance(value, tuple) else str(value)) for name, value in self.changed.items())
+        return " ".join(f"-p {name} {shlex.quote(value)}" for name, value in pairs if f"-p {name} " not in unless)
+
     def describe(self, names: Iterable[str]) -> str:
         """A line per setting of that name: value and meaning."""
         fields = {f.name: f for f in dataclasses.fields(self)}
@@ -318,7 +329,9 @@ def read_profile(profile: str) -> dict:
     """The settings of a profile as written: a name under notebooks/profiles, or a path to a YAML file."""
     path = Path(profile) if str(profile).endswith((".yaml", ".yml")) else PROFILES / f"{profile}.yaml"
     if not path.is_file():
-        raise EyasError(f"no profile {profile!r}", "one of " + ", ".join(sorted(p.stem for p in PROFILES.glob("*.yaml"))), "python -m eyas report --profile demo")
+        known = sorted(p.stem for p in PROFILES.glob("*.yaml"))
+        near = difflib.get_close_matches(str(profile), known, n=1)
+        raise EyasError(f"no profile {profile!r}", (f"did you mean {near[0]}? There are " if near else "one of ") + ", ".join(known), "python -m eyas report --profile demo")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:

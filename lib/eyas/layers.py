@@ -22,7 +22,7 @@ from eyas.config import Config
 from eyas.drafter import DrafterConfig
 from eyas.errors import EyasError
 from eyas.export import check_servable
-from eyas.files import code_version, write_atomic, write_json
+from eyas.files import code_version, read_json, write_atomic, write_json
 from eyas.intervals import difference_interval, interval_text, ratio_interval
 from eyas.stats import Tokens, draw, probes, r_squared, read_tokens, unit_rows
 from eyas.store import Store, token_bytes
@@ -31,6 +31,7 @@ from eyas.target import Head, Target, default_boundaries
 
 Choice = tuple[int, ...]
 FIT_TOK, TUNE_TOK, SCORE_TOK = 1536, 512, 1024  # tokens of the probe, at most
+TABLES = ("runs", "counts", "table", "forward", "probes")  # of a study, each a file
 PENALTIES = (0.03, 0.1, 0.3, 1.0)  # of its ridge regression, in units of a standardised input's variance
 
 
@@ -185,15 +186,21 @@ class Study:
     record: dict
 
 
+def check_wide(store: Store, n_blocks: int) -> None:
+    """EyasError for a store without some boundary."""
+    missing = sorted(set(range(n_blocks + 1)) - set(store.boundaries))
+    if missing:
+        raise EyasError(f"the store has {len(store.boundaries)} boundaries, not {label(missing)}", f"all from 0 to {n_blocks}",
+                        "python -m eyas extract -p extra_boundaries all -p run_name NAME, and that run_name here")
+
+
 def run_study(config: Config, store: Store, target: Target) -> Study:
     """Train what is not trained yet, gather, compare, and write sweep/*.parquet and sweep/study.json.
 
     EyasError: a store without some boundary or without held-out samples; a target of too few blocks; the default's training failed, so nothing can be compared.
     """
     names, n = named_choices(target.n_blocks), target.n_blocks
-    missing = sorted(set(range(n + 1)) - set(store.boundaries))
-    if missing:
-        raise EyasError(f"the store has {len(store.boundaries)} boundaries, not {label(missing)}", f"all from 0 to {n}", "python -m eyas extract -p extra_boundaries all -p run_name NAME")
+    check_wide(store, n)
     if len(store.samples("heldout")) < 2:
         raise EyasError(f"the store has {len(store.samples('heldout'))} held-out samples", "two at least, better a hundred", "python -m eyas extract -p heldout_samples 100")
     torch.set_num_threads(config.threads)
@@ -236,11 +243,26 @@ def run_study(config: Config, store: Store, target: Target) -> Study:
     }  # fmt: skip
     record["sentence"] = sentence(table, counts, record["target"], config.seed)
     study = Study(runs, counts, table, forward, probed, float(guided), record)
-    for name in ("runs", "counts", "table", "forward", "probes"):
+    save_study(config, study)
+    return study
+
+
+def save_study(config: Config, study: Study) -> None:
+    for name in TABLES:
         frame = getattr(study, name)
         write_atomic(config.sweep_dir / f"{name}.parquet", lambda path: frame.to_parquet(path, index=False))
-    write_json(config.sweep_dir / "study.json", record)
-    return study
+    write_json(config.sweep_dir / "study.json", study.record)
+
+
+def load_study(config: Config) -> Study:
+    """What `run_study` wrote. EyasError where it has not."""
+    folder = config.sweep_dir
+    if not (folder / "study.json").is_file():
+        raise EyasError(f"run {config.run_name!r} has no study of layers", "one that is finished", "python -m eyas sweep")
+    found = {name: pd.read_parquet(folder / f"{name}.parquet") for name in TABLES}
+    found["forward"]["boundaries"] = [tuple(map(int, b)) for b in found["forward"]["boundaries"]]  # Parquet knows no tuples
+    record = read_json(folder / "study.json")
+    return Study(**found, guided=record["guided"], record=record)
 
 
 def contenders(found: dict[Choice, float], default: Choice, size: int, unservable: set[Choice]) -> list[Choice]:

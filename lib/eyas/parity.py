@@ -47,7 +47,7 @@ from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.extract import SampleError, take_file
 from eyas.files import read_json
-from eyas.progress import bytes_text
+from eyas.progress import Progress, bytes_text
 from eyas.prompts import PromptSet, Sample, encode, template_hash, tokenizer_hash
 from eyas.serve import Server, check_for_capture, server_up
 from eyas.store import Store, from_fp8, to_fp8
@@ -461,16 +461,20 @@ def certify(config: Config, server: Server, store: Store, target: Target, prompt
     if not ids:
         raise EyasError(f"the store of run {config.run_name!r} has no samples", "some to check", "python -m eyas extract")
     samples = {id: store.read(id) for id in ids}
-    served = ask(server, samples, boundaries)
-    if full:
-        beside = replace(config, run_name=f"{config.run_name}-parity", server_url="", port=0)
-        with server_up(beside, tied=True, chunk_tok=CHUNK_TOK) as second:
-            served = ask_full(second, samples, boundaries, served)
-    served_s = time.monotonic()
-    reference = HuggingFace(target, config.threads)
-    expected = expected_samples(config, prompts, tokenizer, ids)
-    evidence = {id: Evidence(served[id], reference(samples[id]["input_ids"], served[id].top_ids), expected.get(id)) for id in ids}
-    del reference
+    with Progress(len(ids)) as progress:
+        progress.update(note="asked of the server")
+        served = ask(server, samples, boundaries)
+        if full:
+            beside = replace(config, run_name=f"{config.run_name}-parity", server_url="", port=0)
+            with server_up(beside, tied=True, chunk_tok=CHUNK_TOK) as second:
+                served = ask_full(second, samples, boundaries, served)
+        served_s = time.monotonic()
+        reference = HuggingFace(target, config.threads)
+        expected, evidence = expected_samples(config, prompts, tokenizer, ids), {}
+        for id in ids:
+            evidence[id] = Evidence(served[id], reference(samples[id]["input_ids"], served[id].top_ids), expected.get(id))
+            progress.update(samples=1, tok=len(samples[id]["input_ids"]), note="compared with Hugging Face")
+        del reference
     if store.manifest.get("last_state") == "post-norm":
         evidence = {id: after_norm(e, target.head()) for id, e in evidence.items()}
     referred_s = time.monotonic()
