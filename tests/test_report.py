@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +14,11 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from eyas import pages, report
+from eyas import pages, report, reuse, runner
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.files import ROOT, read_json, write_json
+from eyas.serve import started_ticks
 
 FIGURE = """# Figure: a line that rises
 import matplotlib.pyplot as plt
@@ -30,13 +32,18 @@ def own_data(tmp_path, monkeypatch):
     monkeypatch.setenv("EYAS_DATA", str(tmp_path / "eyas-data"))
 
 
-def notebook(folder: Path, *cells: str, name: str = "01_tiny", kernel: str | None = "python3") -> Path:
+PARAMETERS = 'run_name: str = "demo"  # name\nseed: int = 0  # seed\nlearning_rate: float = 2.0e-3  # rate'
+
+
+def notebook(folder: Path, *cells: str, name: str = "01_tiny", kernel: str | None = "python3", words: str = "A tiny notebook.", parameters: str = PARAMETERS, eyas: dict | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     nb = nbformat.v4.new_notebook()
     if kernel:
         nb.metadata["kernelspec"] = {"name": kernel, "display_name": "Python 3", "language": "python"}
-    parameters = nbformat.v4.new_code_cell('run_name: str = "demo"  # name\nseed: int = 0  # seed\nlearning_rate: float = 2.0e-3  # rate', metadata={"tags": ["parameters"]})
-    nb.cells = [nbformat.v4.new_markdown_cell("# Does it run?\nA tiny notebook."), parameters, *(nbformat.v4.new_code_cell(c) for c in cells)]
+    if eyas is not None:
+        nb.metadata["eyas"] = eyas
+    parameters = nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]})
+    nb.cells = [nbformat.v4.new_markdown_cell(f"# Does it run?\n{words}"), parameters, *(nbformat.v4.new_code_cell(c) for c in cells)]
     nbformat.write(nb, folder / f"{name}.ipynb")
     return folder
 
@@ -90,7 +97,7 @@ def failed(record: dict, html: str, tmp_path: Path) -> dict:
     index = (tmp_path / "reports" / "index.html").read_text()
     for page in (html, index):
         top = page[page.index('<div class="banner"'):][:2000]
-        assert "01_tiny failed" in top and "What to do" in top and "--from 01" in top
+        assert "01_tiny failed" in top and "What to do" in top and "python -m eyas report --profile" in top
     assert html.index('<div class="banner"') < html.index("Does it run?</h1>")
     assert str(tmp_path) not in html and str(tmp_path) not in json.dumps(record)
     return one["exception"]
@@ -101,26 +108,72 @@ def test_exception(tmp_path):
     problem = failed(record, html, tmp_path)
     assert (problem["ename"], problem["evalue"]) == ("EyasError", "no store; expected one; next: python -m eyas extract")
     assert problem["kind"] == "exception" and problem["source"] == "from eyas.errors import EyasError" and (problem["cell"], problem["cells"]) == (4, 5)
-    assert any("raise EyasError" in line for line in problem["lines"])
+    assert any("next: python -m eyas extract" in line for line in problem["lines"])
 
 
 def test_killed_kernel(tmp_path):
     record, html = run(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "print('never')")
-    assert record["return_code"] == report.EXIT_KERNEL_DIED
+    assert record["return_code"] == runner.EXIT_KERNEL_DIED
     problem = failed(record, html, tmp_path)
-    assert "kernel died" in problem["kind"] and problem["source"] == "import os, signal" and "memory" in problem["what_to_do"]
+    assert problem["kind"] == "the kernel died, by signal 9 (SIGKILL)" and problem["source"] == "import os, signal"
+    assert problem["memory_kills"] == 0 and "not the operating system" in problem["what_to_do"]
+
+
+def test_memory_that_a_cell_asks_for_in_vain(tmp_path):
+    """The kernel lives and says so."""
+    record, html = run(tmp_path, "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**36, 2**36))\nheld = bytearray(2**40)", "print('never')")
+    problem = failed(record, html, tmp_path)
+    assert (problem["kind"], problem["ename"], record["return_code"]) == ("exception", "MemoryError", runner.EXIT_EXCEPTION)
+    assert "memory ran out: this machine has" in problem["what_to_do"] and "batch_tok" not in problem["what_to_do"]  # which this notebook does not have
+
+
+CGROUPS = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"  # version 1; of version 2 a process of the root group may not be limited
+
+
+@pytest.fixture
+def small_group():
+    """A group of processes that together get 300 MiB, then one of them is killed."""
+    folder, limit = CGROUPS[0] / f"eyas-test-{os.getpid()}", CGROUPS[1]
+    try:
+        folder.mkdir()
+        (folder / limit).write_text(str(300 * 2**20))
+    except OSError as error:
+        pytest.skip(f"no group of processes with a limit of memory can be made here ({error}); run the tests as root on a machine with cgroups of version 1")
+    yield folder
+    until(lambda: not (folder / "cgroup.procs").read_text(), 30)
+    folder.rmdir()
+
+
+def test_memory_that_the_operating_system_takes_back(tmp_path, small_group):
+    """A real kill for want of memory: the count of such kills rises, and the banner says so."""
+    record, html = run(tmp_path, f"import os\nopen({str(small_group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))", "held = b'x' * 2**30", "print('never')")
+    assert record["return_code"] == runner.EXIT_KERNEL_DIED
+    problem = failed(record, html, tmp_path)
+    assert problem["kind"] == "the kernel died, by signal 9 (SIGKILL)" and problem["source"] == "held = b'x' * 2**30"
+    assert problem["memory_kills"] >= 1 and "memory ran out" in problem["what_to_do"] and "The operating system killed" in problem["what_to_do"]
+
+
+@pytest.mark.parametrize(("problem", "words"), [
+    ({"kind": "exception", "ename": "OutOfMemoryError", "evalue": "CUDA out of memory. Tried to allocate 2.00 GiB"}, "take less of batch_tok"),
+    ({"kind": "exception", "ename": "RuntimeError", "evalue": "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"}, "take less of batch_tok"),
+    ({"kind": "the kernel died, by signal 9 (SIGKILL)", "ename": "DeadKernelError", "evalue": "", "memory_kills": None}, "most often memory ran out"),
+    ({"kind": "the kernel died, by signal 11 (SIGSEGV)", "ename": "DeadKernelError", "evalue": ""}, "what it said last: a.log"),
+    ({"kind": "exception", "ename": "ValueError", "evalue": "no"}, "read the traceback"),
+])
+def test_advice(problem, words):
+    assert words in runner.advice(problem, "again", "a.log", {"batch_tok": 512}) and "`again`" in runner.advice(problem, "again", "a.log", {})
 
 
 def test_cell_timeout(tmp_path):
     record, html = run(tmp_path, "import time\ntime.sleep(60)", cell_timeout_s=2.0)
-    assert record["return_code"] == report.EXIT_TIMEOUT and record["duration_s"] < 40
+    assert record["return_code"] == runner.EXIT_TIMEOUT and record["duration_s"] < 40
     problem = failed(record, html, tmp_path)
     assert problem["kind"] == "a cell took longer than 2 s" and problem["source"] == "import time" and "--cell-timeout-s" in problem["what_to_do"]
 
 
 def test_exit_halfway(tmp_path):
     record, html = run(tmp_path, "import sys\nsys.exit(0)", "print('never')")
-    assert record["return_code"] == report.EXIT_STOPPED_EARLY
+    assert record["return_code"] == runner.EXIT_STOPPED_EARLY
     problem = failed(record, html, tmp_path)
     assert "stopped before its end" in problem["kind"] and problem["source"] == "import sys"
 
@@ -179,25 +232,158 @@ def test_parameters_cell_must_be_literals(tmp_path):
         report.declared_parameters(path)
 
 
-def test_termination_signal(tmp_path):
-    """A runner that is told to stop takes its notebook and kernel with it and says so; one that is killed is shown as killed."""
-    folder = notebook(tmp_path / "notebooks", "import os, time\nfrom pathlib import Path\nfrom eyas.files import data_dir\n"
-                      "data_dir().joinpath('kernel').write_text(str(os.getpid()))\ntime.sleep(120)")
-    code = f"from pathlib import Path; from eyas.report import run_report; run_report({profile(tmp_path, 'run_name: tiny')!r}, folder=Path({str(folder)!r}), reports=Path({str(tmp_path / 'reports')!r}))"
-    for sign, state in ((signal.SIGTERM, "interrupted"), (signal.SIGKILL, "running")):
-        mark = tmp_path / "eyas-data" / "kernel"
+# What the tiny notebooks below write goes into the run's folder, where `reads` and `writes` look for it.
+HERE = "from eyas.config import Config\nfolder = Config.create(run_name=run_name).run_dir / 'mine'\nfolder.mkdir(exist_ok=True)"
+
+
+def tiny_road(folder: Path, words: str = "Words.", two: str = "") -> Path:
+    """01 writes a file that says whether the seed is odd, 02 reads it."""
+    notebook(folder, HERE, "(folder / 'odd.txt').write_text(str(seed % 2))", "print('seed', seed)  # a comment", words=words, eyas={"reads": [], "writes": ["mine/odd.txt"]})
+    return notebook(folder, HERE, "import time\ntime.sleep(1)", "print('odd:', (folder / 'odd.txt').read_text())" + two, name="02_after", parameters='run_name: str = "demo"  # name',
+                    eyas={"reads": ["mine/odd.txt"], "writes": [], "minutes": 3})
+
+
+def test_up_to_date_or_not(tmp_path, monkeypatch, capsys):
+    """By content: what is up to date is shown again, in new words; what is not says why, and its result alone decides about what comes after it."""
+    folder, settings, reports = tiny_road(tmp_path / "notebooks"), profile(tmp_path, "run_name: tiny\n"), tmp_path / "reports"
+    monkeypatch.setattr(report, "LOG_S", 0.3)
+
+    def again(**settings_) -> tuple[list, str, list[dict]]:
+        """[was it reused?] of both, what was said, the records."""
+        out = report.run_report(settings, settings_, folder=folder, reports=reports)
+        found = read_json(out / "run.json")
+        assert found["state"] == "ok" and [n["state"] for n in found["notebooks"]] == ["ok", "ok"]
+        return [bool(n.get("reused")) for n in found["notebooks"]], capsys.readouterr().out, found["notebooks"]
+
+    reused, said, first = again()
+    assert reused == [False, False] and said.count("runs, because no finished run of it is there") == 2
+    assert re.search(r"02_after: cell \d of 5, 0:\d\d, about [23]:\d\d left of all", said), "the minutes that it declares"
+
+    (reports / "tiny" / "01_tiny.html").unlink()  # pages are made anew, in the notebook's words of now
+    tiny_road(folder, "Other words.")
+    reused, said, second = again()
+    assert reused == [True, True] and said.count("up to date, from the run of") == 2
+    assert second[1] == first[1] | {"reused": True, "earlier": True}
+    page = (reports / "tiny" / "01_tiny.html").read_text()
+    assert "Other words." in page and "seed 0" in page and page.count("injected-parameters") == 1
+
+    odd = tmp_path / "eyas-data" / "runs" / "tiny" / "mine" / "odd.txt"
+    odd.write_text("lost")  # the same in the end: what comes after it stays
+    reused, said, _ = again(seed="2")
+    assert reused == [False, True] and "01_tiny: runs, because -p seed is 2, was 0; mine/odd.txt is not what its run left" in said
+
+    reused, said, _ = again(seed="1")
+    assert reused == [False, False] and "02_after: runs, because mine/odd.txt has changed" in said
+    assert re.search(r"02_after: cell \d of 5, 0:\d\d, about 0:0\d left of all", said), "the seconds of its last run"
+    assert "odd: 1" in (reports / "tiny" / "02_after.html").read_text()
+
+    tiny_road(folder, two="; 1 / 0")  # a failure is not kept; the page of before is, until there is a new one
+    assert read_json(report.run_report(settings, {"seed": "1"}, folder=folder, reports=reports) / "run.json")["state"] == "failed"
+    assert "02_after: runs, because its code has changed" in capsys.readouterr().out
+    work = report.Work(folder / "02_after.ipynb", {"run_name": "tiny"}, tmp_path / "eyas-data" / "runs" / "tiny" / "notebooks")
+    assert work.reasons() == ["no finished run of it is there"]
+
+
+def test_what_is_reached(tmp_path, monkeypatch):
+    """A function that a notebook comes to decides, by its code; its words, and functions that it does not come to, do not."""
+    library = tmp_path / "eyas"
+    shutil.copytree(reuse.LIBRARY, library, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(reuse, "LIBRARY", library)
+
+    def changed(module: str, before: str, after: str, cells=("from eyas import plots", "from eyas.certificate import verdict as v; plots.plot_lengths(v)"), elsewhere=()) -> set[str]:
+        path, was = library / f"{module}.py", reuse.reached(list(cells), list(elsewhere))
+        text = path.read_text()
+        assert text.count(before) == 1
+        path.write_text(text.replace(before, after))
+        now = reuse.reached(list(cells), list(elsewhere))
+        path.write_text(text)
+        return {name for name in was.keys() | now.keys() if was.get(name) != now.get(name)}
+
+    assert changed("certificate", "tests, {len(record", "test, {len(record") == {"eyas.certificate.verdict"}
+    assert changed("certificate", "passed (5 tests, 12 samples).", "other words") == set()
+    assert changed("certificate", 'return store.folder / "parity.json"', 'return store.folder / "other.json"') == set(), "verdict does not come to it"
+    assert changed("plots", "def _axes(", "def _axes(other=0, *, ") == {"eyas.plots._axes"}, "by way of plot_lengths"
+    assert changed("walk", "def walk(", "def walk(other, ") == set()
+    assert changed("walk", "def walk(", "def walk(other, ", elsewhere=["eyas.train.train"]) == {"eyas.walk.walk"}, "in another process"
+    assert changed("config", 'epochs: float = _doc(', 'epoch: float = _doc(', cells=["from eyas.config import Config; Config.create()"]) == set(), "settings count as parameters"
+    assert changed("config", 'return self.run_dir / "export"', 'return self.run_dir / "exported"', cells=["from eyas.config import Config"] + ["Config.create()"]) == {"eyas.config.Config"}
+
+
+@pytest.mark.parametrize("path", sorted(report.NOTEBOOKS.glob("0*.ipynb")), ids=lambda p: p.stem)
+def test_what_the_notebooks_read(path):
+    """Each says what it reads and writes, in names that there are, and comes to the code that does its work, here or in a job."""
+    work = report.Work(path, declared := runner.declared_parameters(path), Path())
+    assert work.declared and work.minutes >= 1 and all(isinstance(reuse.content(name, work.config), str) for name in work.writes)
+    code = work.inputs()
+    assert {f"-p {name}" for name in declared} <= code.keys() and {"torch", "its code"} <= code.keys()
+    found = {"01": "eyas.serve.server_up", "02": "eyas.extract.extract", "03": "eyas.stats.probes", "04": "eyas.ttt.batch_loss", "05": "eyas.decode.decode", "06": "eyas.sweep.gather"}
+    assert any(name.startswith(found[path.stem[:2]]) for name in code), found
+    assert all(reuse.content(name, work.config) != reuse.ABSENT for name in work.reads if name.startswith("notebooks/") or name == "server")
+    assert not [name for name in code if name.startswith(("eyas.pages", "eyas.index", "eyas.report._write"))], "a new look is no reason to run"
+
+
+def test_how_long_it_will_take(tmp_path):
+    """From the cells of the run before, at the pace of this run."""
+    folder = notebook(tmp_path / "notebooks", "1", "2")
+    notebook(folder, "1", name="02_after", eyas={"reads": [], "writes": [], "minutes": 2})
+    works = [report.Work(folder / f"{name}.ipynb", {"run_name": "tiny"}, tmp_path) for name in ("01_tiny", "02_after")]
+    before = {"notebooks": [{"name": "01_tiny", "state": "ok", "cells_s": [None, 0.0, 20.0, 10.0]}]}
+    course = report.Course(works, False, before)
+    assert course.left_s("01_tiny", [0.0, 0.0, None, None], 5.0, 5.0) == 15.0 + 10.0 + 120.0
+    assert course.left_s("01_tiny", [0.0, 0.0, 40.0, None], 5.0, 45.0) == 2 * 10.0 - 5.0 + 2 * 120.0, "twice as slow as before"
+    course.ended("01_tiny", [0.0, 0.0, 40.0, 20.0])
+    assert course.left_s("02_after", [0.0, None, None], 30.0, 30.0) == 90.0
+    assert course.left_s("01_tiny", [], 0.0, 0.0) is None
+
+
+def test_stopped_and_killed(tmp_path):
+    """A run that is told to stop takes its notebook, its kernel and what they started with it and says so; so does one that is killed, which is shown as killed. The same goes on from there."""
+    folder = notebook(tmp_path / "notebooks", "print('first')", eyas={"reads": [], "writes": []})
+    notebook(folder, "import os, subprocess, time\nfrom eyas.files import data_dir, write_text\n"
+             "write_text(data_dir() / 'pids', f\"{os.getpid()} {subprocess.Popen(['sleep', '300'], start_new_session=True).pid}\")\ntime.sleep(120)", name="02_long")
+    settings, reports = profile(tmp_path, "run_name: tiny\n"), tmp_path / "reports"
+    code = f"from pathlib import Path; from eyas.report import run_report; run_report({settings!r}, folder=Path({str(folder)!r}), reports=Path({str(reports)!r}))"
+    mark, said = tmp_path / "eyas-data" / "pids", tmp_path / "said"
+    for signs, state in (((signal.SIGINT, signal.SIGINT), "interrupted"), ((signal.SIGHUP,), "interrupted"), ((signal.SIGKILL,), "running")):
         mark.unlink(missing_ok=True)
-        process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT / "lib")}, stdout=subprocess.DEVNULL)
-        until(lambda: mark.exists() and mark.read_text(), 60)
-        kernel = int(mark.read_text())
-        with pytest.raises(EyasError, match="is going on"):
-            report.run_report(str(tmp_path / "tiny.yaml"), {}, folder=folder, reports=tmp_path / "reports")
-        process.send_signal(sign)
-        process.wait(30)
-        until(lambda: not Path(f"/proc/{kernel}").exists(), 15)
-        assert read_json(tmp_path / "reports" / "tiny" / "run.json")["state"] == state
-    report.write_index(tmp_path / "reports")
-    assert "was killed" in (tmp_path / "reports" / "index.html").read_text()
+        with open(said, "w") as out:
+            process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT / "lib")}, stdout=out)
+        until(lambda: mark.exists(), 120)
+        started = [int(pid) for pid in mark.read_text().split()]
+        for where in (reports, tmp_path / "elsewhere"):
+            with pytest.raises(EyasError, match=f"'tiny' is going on .process {process.pid}"):
+                report.run_report(settings, {}, folder=folder, reports=where)
+        if state == "running":  # another run beside it, with the same data folder
+            other = report.run_report(profile(tmp_path, "run_name: other\n"), {}, ("01",), folder=folder, reports=tmp_path / "elsewhere")
+            assert read_json(other / "run.json")["state"] == "ok"
+        for sign in signs:
+            process.send_signal(sign)
+            time.sleep(0.2)
+        process.wait(60)
+        until(lambda: not [pid for pid in started if Path(f"/proc/{pid}").exists()], 30)
+        record = read_json(reports / "tiny" / "run.json")
+        assert record["state"] == state and "first" in (reports / "tiny" / "01_tiny.html").read_text()
+        if state == "interrupted":
+            assert [n["state"] for n in record["notebooks"]] == ["ok", "interrupted"] and record["process"] is None
+    assert "01_tiny: up to date" in said.read_text()
+    report.write_index(reports)
+    assert "was killed" in (reports / "index.html").read_text()
+
+
+def test_a_server_that_somebody_else_started_stays(tmp_path):
+    """By hand: neither a notebook nor the run takes it down. One that a run left which was killed: the next one does, at its start."""
+    folder = notebook(tmp_path / "notebooks", "from eyas.config import Config\nfrom eyas.serve import find_server\nserver = find_server(Config.create(run_name=run_name))\n"
+                      "server and server.done()\nprint('server:', server and server.owner)")
+    server_dir = Config.create(run_name="tiny").server_dir
+    for owner, stays in (("hand", True), ("report 1", False)):
+        process = subprocess.Popen(["sleep", "300"])
+        record = {"url": "http://127.0.0.1:9", "pid": process.pid, "started": started_ticks(process.pid), "owner": owner, "command": [], "environment": {}}
+        write_json(server_dir / "server.json", record)
+        out = report.run_report(profile(tmp_path, "run_name: tiny\n"), {}, folder=folder, reports=tmp_path / "reports")
+        assert f"server: {'hand' if stays else None}" in (out / "01_tiny.html").read_text()
+        assert (process.poll() is None) == stays == (server_dir / "server.json").exists()
+        process.kill()
+        process.wait()
 
 
 def until(condition, seconds: float) -> None:
@@ -252,4 +438,4 @@ def test_headline_is_copied_to_the_index(tmp_path, monkeypatch, differing):
         assert text in index, text
     answer = "Serve it: 1.21 times" if differing == 0 else "Don&#x27;t serve it: its output is not"
     assert f"output identical to greedy (float32): {'no' if differing else 'yes'}" in index and answer in index
-    assert index.index(answer) < index.index("<b>1.62</b>") < index.index("01_tiny.html")
+    assert index.index(answer) < index.index("<b>1.62</b>") < index.index("01_tiny.html")  # the answer, the numbers, then the table that leads to the pages

@@ -1,19 +1,20 @@
 """Run the notebooks with a profile's settings and write self-contained pages: `python -m eyas report --profile demo`.
 
-Each notebook runs through papermill in a process of its own (`python -m eyas.report one SPEC`), which starts a kernel of this Python. A kernel or
-a runner that is killed, a cell that takes too long and a `sys.exit(0)` halfway all come back as a return code that is not 0: what the cells of
-the output say about themselves is not believed. `reports/<run>/run.json` is written from the start and again whenever something changes.
-Again from one notebook on: `--from 04`.
+What is up to date (`eyas.reuse`) is not run again: its page is made anew from the notebook that its last run left. The others run one after the other, each
+in a process of its own (`eyas.runner`), up to the first that fails. `reports/<run>/run.json` is written from the start and again whenever something changes;
+a page stays until the new one is there. Stopped (Ctrl-C, a termination signal, a closed terminal) or killed: the same command goes on from there.
+All of them again: `--all`; from one notebook on: `--from 04`.
 """
 
-import argparse
-import ast
 import contextlib
+import ctypes
 import dataclasses
+import fcntl
 import importlib.metadata
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,27 +27,27 @@ from typing import Any
 
 import psutil
 
-from eyas import __version__, index, pages, summary
+from eyas import __version__, index, orphans, pages, summary
 from eyas.config import Config, read_profile
 from eyas.errors import EyasError
 from eyas.files import ROOT, git_state, read_json, write_json, write_text
 from eyas.progress import duration_text
+from eyas.reuse import Work, in_words
+from eyas.runner import CELL_TIMEOUT_S, EXIT_RUNNER, advice, declared_parameters, execute, place
 
 NOTEBOOKS = ROOT / "notebooks"
 REPORTS = ROOT / "reports"
-CELL_TIMEOUT_S = 4 * 3600.0
-LAST_LINES = 15  # of a traceback or a log that run.json keeps
-ADDED_TAGS = {"injected-parameters", "papermill-error-cell-tag", "eyas-end"}  # cells that are not the notebook's own
-EXIT_EXCEPTION, EXIT_STOPPED_EARLY, EXIT_RUNNER, EXIT_TIMEOUT, EXIT_KERNEL_DIED = 1, 3, 4, 124, 137
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TERMINAL_S, LOG_S = 2.0, 60.0  # between two lines that say where it is
 
 
 def run_report(profile: str, overrides: dict[str, Any] | None = None, notebooks: tuple[str, ...] | None = None, *, reports: Path = REPORTS,
-               folder: Path = NOTEBOOKS, cell_timeout_s: float = CELL_TIMEOUT_S) -> Path:
-    """Run the notebooks whose names start with one of `notebooks` (those that the profile's `notebooks` names by default), in order, up to the first that fails.
+               folder: Path = NOTEBOOKS, cell_timeout_s: float = CELL_TIMEOUT_S, again: bool = False) -> Path:
+    """Bring up to date the notebooks whose names start with one of `notebooks` (those that the profile's `notebooks` names by default), in order, up to the first that fails.
 
-    Gives reports/<run_name>; its run.json holds `state` and `return_code` (0: every notebook ran to its end), the index beside it is rewritten.
-    EyasError before anything starts: no such profile or notebook, a setting that Config does not know or that no notebook declares, a missing
-    kernelspec, the same run already going on. A notebook that fails is no exception: it is in run.json, on its page and on the index.
+    `again` runs them all, up to date or not. Gives reports/<run_name>; its run.json holds `state` and `return_code` (0: every notebook is up to date now), the
+    index beside it is rewritten. EyasError before anything starts: no such profile or notebook, a setting that Config does not know or that no notebook
+    declares, a missing kernelspec, the same run already going on. A notebook that fails is no exception: it is in run.json, on its page and on the index.
     """
     overrides = dict(overrides or {})
     config = Config.load(profile, **overrides)
@@ -62,10 +63,10 @@ def run_report(profile: str, overrides: dict[str, Any] | None = None, notebooks:
         raise EyasError(f"no notebook declares the setting {', '.join(unknown)}", "a name in some notebook's parameters cell", "python -m eyas profile --explain")
     for path in chosen:
         _check_kernelspec(path)
-    out = reports / config.run_name
+    out, work = reports / config.run_name, config.run_dir / "notebooks"
     earlier = _read_run(out)
     if earlier and is_alive(earlier):
-        raise EyasError(f"run {config.run_name!r} is going on (process {earlier['process']['pid']})", "one run of a name at a time", "wait for it, or take another -p run_name")
+        raise _going_on(config, earlier["process"]["pid"])
 
     command = f"python -m eyas report --profile {profile}" + "".join(f" -p {n} {shlex.quote(str(v))}" for n, v in overrides.items())
     settings = {n: plain(v) for n, v in dataclasses.asdict(config).items()}
@@ -73,63 +74,45 @@ def run_report(profile: str, overrides: dict[str, Any] | None = None, notebooks:
         "run_name": config.run_name, "state": "running", "return_code": None, "problem": None, "started": now(), "duration_s": None,
         "process": this_process(), "command": command, "profile": profile, "given": {n: settings[n] for n in given}, "settings": settings,
         "git": git_state(), "versions": versions(), "machine": _machine(), "headline": None, "layer_choice": None,
-        "notebooks": [_first_record(p, p in chosen, earlier, {n: settings[n] for n in given if n in declared[p.stem]})
+        "notebooks": [_first_record(p, p in chosen, earlier, {n: settings[n] for n in given if n in declared[p.stem]}, out)
                       for p in available if p in chosen or p.stem.startswith(asked)],
     }
-    for record in run["notebooks"]:
-        if record["state"] == "waiting":
-            (out / f"{record['name']}.html").unlink(missing_ok=True)
-    work = config.run_dir / "notebooks"
-    work.mkdir(parents=True, exist_ok=True)
+    records = {record["name"]: record for record in run["notebooks"]}
+    works = [Work(p, {n: plain(v) for n, v in declared[p.stem].items()} | records[p.stem]["parameters"], work) for p in chosen]
     started_s = time.monotonic()
 
     def save():
         run["duration_s"] = round(time.monotonic() - started_s, 1)
         write_json(out / "run.json", pages.without_machine_paths(run))
 
-    save()
-    write_index(reports)
-    try:
-        with _stop_signals_as_interrupt():
-            for path in chosen:
-                record = next(r for r in run["notebooks"] if r["name"] == path.stem)
-                _run_notebook(path, record, work, out, command, cell_timeout_s, save)
-                if record["state"] == "failed":
-                    run |= {"state": "failed", "return_code": record["return_code"]}
-                    break
-            else:
-                run |= {"headline": headline(config), "layer_choice": layer_choice(config), "state": "ok", "return_code": 0}
-    except KeyboardInterrupt:
-        run |= {"state": "interrupted", "return_code": 130, "problem": "It was stopped from outside (interrupt or termination signal)."}
-    except Exception as error:
-        run |= {"state": "failed", "return_code": EXIT_RUNNER, "problem": f"{type(error).__name__}: {error}"}
-        raise
-    finally:
-        for record in run["notebooks"]:
-            if record["state"] in ("waiting", "running"):
-                record["state"] = "not run" if record["state"] == "waiting" else "interrupted"
-        run["process"] = None
-        save()
-        write_index(reports)
-        _take_server_down(config)
-    return out
-
-
-def declared_parameters(path: Path) -> dict[str, Any]:
-    """Names and literal values of the notebook's one cell tagged `parameters`; EyasError when it is not one cell of literals."""
-    cells = [c for c in read_json(path)["cells"] if "parameters" in c.get("metadata", {}).get("tags", [])]
-    wrong = EyasError(f"{path.name}: the parameters cell", "exactly one cell tagged 'parameters', lines 'name: type = literal  # meaning, unit'")
-    if len(cells) != 1:
-        raise wrong
-    values = {}
-    for line in ast.parse("".join(cells[0]["source"])).body:
-        if not (isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.value is not None):
-            raise wrong
+    with _only_one(config, work), _stop_signals_as_interrupt():
         try:
-            values[line.target.id] = ast.literal_eval(line.value)
-        except ValueError:
-            raise wrong from None
-    return values
+            save()
+            write_index(reports)
+            _take_server_down(config)  # one that a run left which was killed, and the machine with it
+            course = Course(works, again, earlier)
+            with _nothing_outlives():
+                for one in works:
+                    _bring_up_to_date(one, records[one.path.stem], out, command, cell_timeout_s, again, course, save)
+                    if records[one.path.stem]["state"] == "failed":
+                        run |= {"state": "failed", "return_code": records[one.path.stem]["return_code"]}
+                        break
+                else:
+                    run |= {"headline": headline(config), "layer_choice": layer_choice(config), "state": "ok", "return_code": 0}
+        except KeyboardInterrupt:
+            run |= {"state": "interrupted", "return_code": 130, "problem": "It was stopped from outside (interrupt or termination signal)."}
+        except Exception as error:
+            run |= {"state": "failed", "return_code": EXIT_RUNNER, "problem": f"{type(error).__name__}: {error}"}
+            raise
+        finally:
+            for record in run["notebooks"]:
+                if record["state"] in ("waiting", "running"):
+                    record["state"] = "not run" if record["state"] == "waiting" else "interrupted"
+            run["process"] = None
+            save()
+            write_index(reports)
+            _take_server_down(config)
+    return out
 
 
 def versions() -> dict[str, str]:
@@ -204,20 +187,31 @@ def write_index(reports: Path = REPORTS) -> Path:
 
     A run whose process is gone without a word is shown as killed, one whose run.json cannot be read as that.
     """
-    runs = []
-    for path in sorted(reports.glob("*/run.json")):
-        try:
-            run = _read_run(path.parent) | {"run_name": path.parent.name}
-            if run["state"] == "running" and not is_alive(run):
-                run |= {"state": "died", "problem": "Its process is gone and left no word."}
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            run = {"run_name": path.parent.name, "state": "unreadable", "problem": f"run.json can't be read ({type(error).__name__}: {error})"}
-        runs.append(run)
+    runs = {path.parent: _seen(path.parent) for path in sorted(reports.glob("*/run.json"))}
+    for folder, run in runs.items():
         if run["state"] != "running":
-            _link_pages(path.parent, run)
-        _write_changed(path.with_name("summary.md"), summary.markdown(run))
-        _write_changed(path.with_name("summary.html"), index.summary_page(run))
-    return write_text(reports / "index.html", index.index_page(runs))
+            _link_pages(folder, run)
+        _write_changed(folder / "summary.md", summary.markdown(run))
+        _write_changed(folder / "summary.html", index.summary_page(run))
+    return write_text(reports / "index.html", index.index_page(list(runs.values())))
+
+
+def read_report(run_name: str, reports: Path = REPORTS) -> dict:
+    """A run.json as the index shows it. EyasError: there is no report of that name."""
+    if not (reports / run_name / "run.json").is_file():
+        there = sorted(path.parent.name for path in reports.glob("*/run.json"))
+        raise EyasError(f"no report {run_name!r} in {reports.name}/", f"one of {', '.join(there)}" if there else "at least one", "python -m eyas report --profile demo")
+    return _seen(reports / run_name)
+
+
+def _seen(folder: Path) -> dict:
+    try:
+        run = _read_run(folder) | {"run_name": folder.name}
+        if run["state"] == "running" and not is_alive(run):
+            run |= {"state": "died", "problem": "Its process is gone and left no word."}
+        return run
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return {"run_name": folder.name, "state": "unreadable", "problem": f"run.json can't be read ({type(error).__name__}: {error})", "command": ""}
 
 
 def _link_pages(out: Path, run: dict) -> None:
@@ -233,128 +227,115 @@ def _write_changed(path: Path, text: str) -> None:
         write_text(path, text)
 
 
-def _run_notebook(path: Path, record: dict, work: Path, out: Path, command: str, cell_timeout_s: float, save) -> None:
-    """One notebook in its own process; the record, the page and run.json say how it went."""
-    output = work / f"{path.stem}.ipynb"
-    record |= {"state": "running", "started": now(), "git": git_state(), "versions": versions()}
+def _bring_up_to_date(work: Work, record: dict, out: Path, command: str, cell_timeout_s: float, again: bool, course: "Course", save) -> None:
+    """One notebook, if it has to run in its own process; the record, the page and run.json say how it went or went before."""
+    name = work.path.stem
+    reasons = ["it was asked for"] if again else work.reasons()
+    if not reasons:
+        record |= work.made["record"] | {"reused": True, "earlier": True}
+        _write_page(work.path, work.output, record, out)
+        say(f"{name}: up to date, from the run of {record['started'][:16].replace('T', ' ')} UTC")
+        save()
+        return
+    say(f"{name}: runs, because {in_words(reasons)}")
     started_s = time.monotonic()
+    record |= {"state": "running", "started": now(), "git": git_state(), "versions": versions()}
     save()
     problem = None
     try:
-        record["return_code"], problem = execute(path, output, record["parameters"], cell_timeout_s, lambda child: _wait(child, path.stem, output, started_s))
+        made_from = work.begin()
+        record["return_code"], problem = execute(work.path, work.output, record["parameters"], cell_timeout_s, lambda child: _wait(child, name, work.output, course),
+                                                 {"EYAS_SERVER_OWNER": _owner()})
     finally:
         record["duration_s"] = round(time.monotonic() - started_s, 1)
+    record["cells_s"] = [seconds and round(seconds, 1) for seconds in place(work.output)["seconds"]]
+    course.ended(name, record["cells_s"])
     record["state"] = "failed" if problem else "ok"
     if problem:
-        problem["what_to_do"] = _advice(problem, f"{command} --from {path.stem[:2]}", str(output.with_suffix(".log")))
+        problem["what_to_do"] = advice(problem, command, str(work.output.with_suffix(".log")), work.parameters)
         record["exception"] = pages.without_machine_paths(problem)
-    _write_page(path, output, record, out)
-    print(f"{path.stem}: {record['state']} after {duration_text(record['duration_s'])}" + (f" ({record['exception']['kind']})" if record["exception"] else ""), flush=True)
+    _write_page(work.path, work.output, record, out)
+    if not problem:
+        work.end(made_from, {n: record[n] for n in record if n not in ("reused", "earlier")})
+    say(f"{name}: {record['state']} after {duration_text(record['duration_s'])}" + (f" ({record['exception']['kind']})" if record["exception"] else ""))
     save()
 
 
-def execute(path: Path, output: Path, parameters: dict, cell_timeout_s: float = CELL_TIMEOUT_S, wait=subprocess.Popen.wait) -> tuple[int, dict | None]:
-    """Run a notebook in a process of its own, which `wait(process)` waits for; gives the return code and, where that is not 0, what went wrong.
+class Course:
+    """What is still to come of a run and how long that took before: cell by cell where a run has been, else the minutes that a notebook declares for itself."""
 
-    Beside `output`, the executed notebook, lie its log and what was asked of it. What went wrong: kind, ename, evalue, lines, and which cell of how many.
-    The process ends with this one, and its kernel with it.
-    """
-    log, spec, result = (output.with_suffix(f".{suffix}") for suffix in ("log", "spec.json", "result.json"))
-    for leftover in (output, result):
-        leftover.unlink(missing_ok=True)
-    write_json(spec, {"parent": os.getpid(), "notebook": str(path), "output": str(output), "result": str(result), "parameters": parameters, "cell_timeout_s": cell_timeout_s})
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "lib"), os.environ.get("PYTHONPATH"))))}
-    environment.pop("MPLBACKEND", None)  # Agg would give a report without figures and without an error
-    # widgets are not installed on purpose: they do not show in a saved page
-    environment["PYTHONWARNINGS"] = ",".join(filter(None, (environment.get("PYTHONWARNINGS"), "ignore:IProgress not found")))
-    with open(log, "wb") as log_file:
-        child = subprocess.Popen([sys.executable, "-m", "eyas.report", "one", str(spec)], stdin=subprocess.DEVNULL, stdout=log_file,
-                                 stderr=subprocess.STDOUT, env=environment, start_new_session=True)
-    try:
-        wait(child)
-    finally:
-        _stop(child)
-    if child.returncode == 0:
-        return 0, None
-    problem = read_json(result) if result.is_file() else _runner_killed(child.returncode, log)
-    place = _last_started_cell(output)
-    return child.returncode, problem | {name: place[name] for name in ("cell", "cells", "source")}
+    def __init__(self, works: list[Work], again: bool, earlier: dict | None):
+        before = {record["name"]: record for record in earlier["notebooks"]} if earlier else {}
+        self.seconds: dict[str, list[float]] = {}  # of the notebooks that will run, by cell (a single one: of all)
+        self.done_s = self.meant_s = 0.0  # of this run's finished cells, and of the same ones before
+        changed = set()  # what notebooks write that run before
+        for work in works:
+            if again or changed & set(work.reads) or work.reasons():
+                changed |= set(work.writes)
+                record = (work.made or {}).get("record") or before.get(work.path.stem) or {}
+                cells = record.get("cells_s") if record.get("state") == "ok" else None
+                self.seconds[work.path.stem] = [seconds or 0.0 for seconds in cells] if cells else [60.0 * work.minutes] if work.minutes else []
+
+    def left_s(self, name: str, seconds: list[float | None], cell_s: float, since_s: float) -> float | None:
+        """Seconds until the run ends. `seconds`: of the cells of notebook `name` that have ended, None for the others; the one that runs has run
+        `cell_s`, the notebook `since_s`. None where nothing is known of this notebook."""
+        meant = self.seconds.get(name)
+        if not meant:
+            return None
+        later = sum(sum(s) for other, s in self.seconds.items() if other > name)
+        if len(meant) != len(seconds):
+            return max(0.0, sum(meant) - since_s) + later
+        at = next((i for i, s in enumerate(seconds) if s is None), len(seconds))
+        done_s, meant_s = self.done_s + sum(seconds[:at]), self.meant_s + sum(meant[:at])
+        pace = done_s / meant_s if min(done_s, meant_s) > 10 else 1.0  # of this run, against the one before
+        return max(0.0, pace * sum(meant[at : at + 1]) - cell_s) + pace * (sum(meant[at + 1 :]) + later)
+
+    def ended(self, name: str, seconds: list[float | None]) -> None:
+        meant = self.seconds.pop(name, [])
+        if len(meant) == len(seconds):
+            self.done_s, self.meant_s = self.done_s + sum(s or 0.0 for s in seconds), self.meant_s + sum(meant)
 
 
-def _wait(child: subprocess.Popen, name: str, output: Path, started_s: float) -> None:
-    """Until the child ends, saying now and then where it is: often in a terminal, once a minute in a log."""
+def _wait(child: subprocess.Popen, name: str, output: Path, course: Course) -> None:
+    """Until the child ends, saying now and then where it is: one line that changes in a terminal, a line a minute in a log."""
     terminal = sys.stdout.isatty()
-    every_s = 2.0 if terminal else 60.0
-    shown_s, width = time.monotonic(), 0
-    print(f"{name}: started", flush=True)
+    started_s = shown_s = cell_started_s = time.monotonic()
+    cell, width = None, 0
     while True:
         try:
             child.wait(timeout=0.2)
         except subprocess.TimeoutExpired:
-            if time.monotonic() - shown_s < every_s:
+            now_s = time.monotonic()
+            if now_s - shown_s < (TERMINAL_S if terminal else LOG_S):
                 continue
-            shown_s = time.monotonic()
-            place = _last_started_cell(output)
-            text = f"{name}: cell {place['cell'] or '?'} of {place['cells'] or '?'}, {duration_text(shown_s - started_s)}  {place['said']}"[:150]
-            print(f"\r{text.ljust(width)}" if terminal else text, end="" if terminal else "\n", flush=True)
+            at, shown_s = place(output), now_s
+            if at["cell"] != cell:
+                cell, cell_started_s = at["cell"], now_s
+            left_s = course.left_s(name, at["seconds"], now_s - cell_started_s, now_s - started_s)
+            left = f", about {duration_text(left_s)} left of all" if left_s is not None else ""
+            text = f"{name}: cell {at['cell'] or '?'} of {at['cells'] or '?'}, {duration_text(now_s - started_s)}{left}  {at['said']}"
+            text = text[: shutil.get_terminal_size().columns - 1 if terminal else 150]
+            say(f"\r{text.ljust(width)}" if terminal else text, end="" if terminal else "\n")
             width = len(text)
         else:
             if width and terminal:
-                print(f"\r{' ' * width}\r", end="", flush=True)
+                say(f"\r{' ' * width}\r", end="")
             return
 
 
-def _stop(child: subprocess.Popen) -> None:
-    """End the child (its kernel ends by itself when its parent is gone); nothing to do after a normal end."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        if child.poll() is not None:
-            return
-        os.killpg(child.pid, sign)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=10)
-
-
-def _last_started_cell(output: Path) -> dict:
-    """Which cell ran last, from the times that papermill writes when a cell starts (not from its status, which says 'completed' after a kill)."""
-    place = {"cell": None, "cells": None, "source": "", "said": ""}
-    try:
-        cells = [c for c in read_json(output)["cells"] if not ADDED_TAGS & set(c["metadata"].get("tags", []))]
-    except (OSError, ValueError):  # not there yet, or just being written
-        return place
-    for number, cell in enumerate(cells, 1):
-        if cell["cell_type"] == "code" and cell["metadata"].get("papermill", {}).get("start_time"):
-            lines = [line for line in "".join(cell["source"]).splitlines() if line.strip()]
-            # a line of text alone: figures and tables have a text/plain too, which says nothing
-            said = [out["data"]["text/plain"] if "data" in out else out["text"] for out in cell["outputs"] if set(out.get("data", {})) == {"text/plain"} or "text" in out]
-            place |= {"cell": number, "source": (lines or [""])[0][:120], "said": "".join(said[-1] if said else "").strip().split("\n")[-1]}
-    place["cells"] = len(cells)
-    return place
-
-
-def _runner_killed(return_code: int, log: Path) -> dict:
-    killed = f"by signal {-return_code} ({signal.Signals(-return_code).name})" if return_code < 0 else f"with code {return_code}"
-    return {"kind": f"the process that ran it ended {killed}", "ename": "", "evalue": "", "lines": log.read_text(errors="replace").splitlines()[-LAST_LINES:]}
-
-
-def _advice(problem: dict, again: str, log: str) -> str:
-    if problem["kind"] == "exception" and problem["ename"] == "EyasError":
-        return f"what the message says; then `{again}`"
-    if problem["kind"] == "exception":
-        return f"read the traceback on the notebook's page; then `{again}`"
-    if problem["kind"].startswith("the kernel died"):
-        return f"most often memory has run out: close other programs or take a smaller batch_tok, concurrency or max_total_tok; then `{again}`. The kernel's own words: {log}"
-    if problem["kind"].startswith("a cell took"):
-        return f"see why it is slow, or allow more: `{again} --cell-timeout-s SECONDS`"
-    if problem["kind"].startswith("it stopped before its end"):
-        return f"remove the exit from that cell: what comes after it has not run; then `{again}`"
-    return f"see {log}; then `{again}`"
+def say(text: str, end: str = "\n") -> None:
+    with contextlib.suppress(OSError):  # the terminal is closed
+        print(text, end=end, flush=True)
 
 
 def _write_page(path: Path, output: Path, record: dict, out: Path) -> None:
     import nbformat
 
-    notebook = nbformat.read(output if output.is_file() else path, as_version=4)
-    notebook.cells = [c for c in notebook.cells if not {"eyas-end", "papermill-error-cell-tag"} & set(c.metadata.get("tags", []))]  # the banner says it
+    notebook = nbformat.read(path, as_version=4)
+    if output.is_file():
+        executed = nbformat.read(output, as_version=4)
+        executed.cells = [c for c in executed.cells if not {"eyas-end", "papermill-error-cell-tag"} & set(c.metadata.get("tags", []))]  # the banner says it
+        notebook = _in_new_words(executed, notebook) if record.get("reused") else executed
     notebook = nbformat.from_dict(pages.without_machine_paths(notebook))
     title = re.search(r"^# (.+)$", "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown"), re.M)
     record["title"] = title.group(1) if title else path.stem
@@ -364,40 +345,103 @@ def _write_page(path: Path, output: Path, record: dict, out: Path) -> None:
     record["page"] = f"{path.stem}.html"
 
 
-def _first_record(path: Path, chosen: bool, earlier: dict | None, parameters: dict) -> dict:
-    """A waiting notebook; one that this run leaves out keeps the record of the run before, which says when that was."""
+def _in_new_words(executed, notebook):
+    """A notebook that is up to date has the code that was executed: what that put out, between the words, captions and comments that it has now."""
+    injected = [c for c in executed.cells if "injected-parameters" in c.metadata.get("tags", [])]
+    ran = [c for c in executed.cells if c.cell_type == "code" and c not in injected]
+    code = [c for c in notebook.cells if c.cell_type == "code"]
+    for cell, before in zip(code, ran, strict=True):
+        cell.outputs, cell.execution_count = before.outputs, before.execution_count
+    at = next(i for i, c in enumerate(notebook.cells) if "parameters" in c.metadata.get("tags", []))
+    notebook.cells[at + 1 : at + 1] = injected
+    return notebook
+
+
+def _first_record(path: Path, chosen: bool, earlier: dict | None, parameters: dict, out: Path) -> dict:
+    """A waiting notebook; one that this run leaves out keeps the record of the run before, which says when that was. Its page of before stays until there is a new one."""
     if not chosen:
         before = next((r for r in earlier["notebooks"] if r["name"] == path.stem), None) if earlier else None
         if before and before["started"]:
             return before | {"earlier": True}
+    page = f"{path.stem}.html"
     return {"name": path.stem, "title": None, "state": "waiting" if chosen else "not run", "return_code": None, "exception": None, "parameters": parameters,
-            "started": None, "duration_s": None, "git": None, "versions": None, "page": None}
+            "started": None, "duration_s": None, "git": None, "versions": None, "page": page if (out / page).is_file() else None}
+
+
+def _going_on(config: Config, pid: int | str) -> EyasError:
+    return EyasError(f"run {config.run_name!r} is going on (process {pid})", "one run of a name at a time", "wait for it, or take another -p run_name")
+
+
+@contextlib.contextmanager
+def _only_one(config: Config, work: Path) -> Iterator[None]:
+    """One report of a run at a time, wherever its pages go: two would write the same executed notebooks. The lock is gone with its process."""
+    work.mkdir(parents=True, exist_ok=True)
+    with open(work / ".lock", "a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            raise _going_on(config, lock.read()) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+def _owner() -> str:
+    return f"report {os.getpid()}"
 
 
 def _take_server_down(config: Config) -> None:
-    """Whatever way the run ended: its own server does not outlive it (a server_url of the profile is somebody else's)."""
+    """The server that a notebook of a report left up, whatever way that ended. One that was started by hand stays, and so does a server_url."""
     from eyas.serve import find_server
 
     server = find_server(config)
-    if server is not None:
+    if server is not None and server.owner.startswith("report "):  # of this run or one before: there is one at a time
         server.down()
 
 
 @contextlib.contextmanager
-def _stop_signals_as_interrupt() -> Iterator[None]:
-    """A termination signal ends the run as Ctrl-C does: notebook and server stopped, run.json written."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+def _nothing_outlives() -> Iterator[None]:
+    """What the notebooks started ends with the run, kernels and servers and jobs: at once where it ends, and within seconds where it is killed (`eyas.orphans`)."""
+    before = set(psutil.Process().children(recursive=True))
+    adopt = ctypes.CDLL(None).prctl
+    adopt(36, 1)  # PR_SET_CHILD_SUBREAPER: what a kernel leaves behind becomes a child of this process
+    watcher = orphans.watch()
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        left = [p for p in psutil.Process().children(recursive=True) if p not in before and p.pid != watcher.pid]
+        for stop in (psutil.Process.terminate, psutil.Process.kill):
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    stop(process)
+            left = psutil.wait_procs(left, timeout=20)[1]
+        watcher.kill()
+        watcher.wait()
+        adopt(36, 0)
+
+
+@contextlib.contextmanager
+def _stop_signals_as_interrupt() -> Iterator[None]:
+    """A termination signal and a closed terminal end the run as Ctrl-C does: notebook and server stopped, run.json written. The first one counts: the end is short, and has to come."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {sign: handler for sign in STOPS if (handler := signal.getsignal(sign)) != signal.SIG_IGN}  # ignored under nohup, say
+
+    def interrupt(*_):
+        for sign in before:
+            signal.signal(sign, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for sign in before:
+        signal.signal(sign, interrupt)
+    try:
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
 
 
 def _check_kernelspec(path: Path) -> None:
@@ -451,53 +495,3 @@ def plain(value: Any) -> Any:
 
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _one(spec_path: Path) -> int:
-    """Inside the child: run one notebook. What went wrong goes into the result file; the return code is the truth."""
-    import nbformat
-    import papermill
-    from nbclient.exceptions import CellTimeoutError, DeadKernelError
-
-    spec = read_json(spec_path)
-    threading.Thread(target=_end_with, args=(spec["parent"],), daemon=True).start()
-    notebook = nbformat.read(spec["notebook"], as_version=4)
-    end = f"eyas-end-{os.urandom(16).hex()}"  # only a notebook that has run to its end prints it
-    notebook.cells.append(nbformat.v4.new_code_cell(f"print({end!r})", metadata={"tags": ["eyas-end"]}))
-    source = Path(spec["output"]).with_suffix(".source.ipynb")
-    nbformat.write(notebook, source)
-
-    def failed(kind: str, ename: str, evalue: str, text: str, code: int) -> int:
-        lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()[-LAST_LINES:]
-        write_json(Path(spec["result"]), {"kind": kind, "ename": ename, "evalue": evalue, "lines": lines})
-        return code
-
-    try:
-        papermill.execute_notebook(str(source), spec["output"], parameters=spec["parameters"], cwd=str(ROOT), progress_bar=False, autosave_cell_every=5,
-                                   execution_timeout=spec["cell_timeout_s"], start_timeout=180)
-    except papermill.PapermillExecutionError as error:
-        return failed("exception", error.ename, error.evalue, "\n".join(error.traceback), EXIT_EXCEPTION)
-    except DeadKernelError as error:
-        return failed("the kernel died (killed, or crashed)", "DeadKernelError", str(error), str(error), EXIT_KERNEL_DIED)
-    except CellTimeoutError as error:
-        return failed(f"a cell took longer than {spec['cell_timeout_s']:g} s", "CellTimeoutError", "", str(error), EXIT_TIMEOUT)
-    finally:
-        source.unlink(missing_ok=True)
-    said = "".join("".join(o.get("text", "")) for o in nbformat.read(spec["output"], as_version=4).cells[-1].get("outputs", []))
-    if end not in said:
-        return failed("it stopped before its end (sys.exit in a cell?)", "SystemExit", "0", "", EXIT_STOPPED_EARLY)
-    return 0
-
-
-def _end_with(parent: int) -> None:
-    """The child has its own session, so a killed parent must be noticed; the kernel does the same with this process."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(EXIT_RUNNER)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="the child of `python -m eyas report`: runs one notebook")
-    parser.add_argument("what", choices=["one"])
-    parser.add_argument("spec", type=Path)
-    raise SystemExit(_one(parser.parse_args().spec))

@@ -39,7 +39,8 @@ from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.files import data_dir, git_state, read_json, sha256_json, write_atomic, write_json
 from eyas.progress import Progress
-from eyas.report import NOTEBOOKS, declared_parameters, execute, is_alive, now, plain, this_process, versions
+from eyas.report import NOTEBOOKS, is_alive, now, plain, this_process, versions
+from eyas.runner import declared_parameters, execute
 
 NOTEBOOK = NOTEBOOKS / "sweep_training.ipynb"
 TMP_LETTERS = 14  # of a folder for Ray's sockets: their paths may have 107
