@@ -76,10 +76,10 @@ function show(names) {
 
 function compare(a, b) {
   document.getElementById("compared").textContent = `${a.name} and ${b.name}`;
-  const lines = measures.filter(m => a.numbers[m.key] || b.numbers[m.key]).map(m => [m.label + ", " + m.note, number(a.numbers[m.key]), number(b.numbers[m.key]), difference(m, a, b)]);
+  const lines = measures.filter(m => a.numbers[m.key] || b.numbers[m.key]).map(m => [[m.label, m.note], number(a.numbers[m.key]), number(b.numbers[m.key]), difference(m, a, b)]);
   fill("compared-numbers", ["", a.name, b.name, `${b.name} - ${a.name}`], lines, "Neither run has measured acceptance.");
   const settings = Object.keys({...a.settings, ...b.settings}).filter(name => name !== "run_name" && text(a.settings[name]) !== text(b.settings[name]));
-  fill("compared-settings", ["setting", a.name, b.name, "meaning"], settings.map(name => [name, text(a.settings[name]), text(b.settings[name]), meanings[name] || ""]), "No setting differs.");
+  fill("compared-settings", ["", a.name, b.name], settings.map(name => [[name, meanings[name]], text(a.settings[name]), text(b.settings[name])]), "No setting differs.");
   const facts = Object.keys({...a.facts, ...b.facts}).filter(name => a.facts[name] !== b.facts[name]);
   fill("compared-facts", ["", a.name, b.name], facts.map(name => [name, a.facts[name] || "not recorded", b.facts[name] || "not recorded"]), "Nothing else differs.");
   const paired = document.getElementById("paired");
@@ -108,15 +108,17 @@ function difference(measure, a, b) {
 const signed = value => (value < 0 ? "-" : "+") + Math.abs(value).toFixed(2);
 const text = value => value === undefined ? "not recorded" : Array.isArray(value) ? value.join(", ") : value === "" ? "(empty)" : String(value);
 
+// A table with these heads; a first cell of [name, note] has the note below the name.
 function fill(id, heads, lines, nothing) {
-  const place = document.getElementById(id), rows = [heads, ...lines].map((line, i) => {
-    const row = document.createElement("tr");
-    row.append(...line.map(said => Object.assign(document.createElement(i ? "td" : "th"), {textContent: said})));
-    return row;
-  });
-  const made = Object.assign(document.createElement("table"), {className: "head"});
-  made.append(...rows);
-  place.replaceChildren(lines.length ? made : Object.assign(document.createElement("p"), {textContent: nothing, className: "muted"}));
+  const place = document.getElementById(id), make = (tag, ...inside) => { const made = document.createElement(tag); made.append(...inside); return made; };
+  const rows = [heads, ...lines].map((line, i) => make("tr", ...line.map(said => {
+    const [name, note] = [said].flat(), cell = make(i ? "td" : "th", name);
+    if (note) cell.append(make("small", note));
+    return cell;
+  })));
+  const table = make("table", ...rows);
+  table.className = "head";
+  place.replaceChildren(lines.length ? table : make("p", nothing));
 }
 
 fromHash();

@@ -125,7 +125,7 @@ _COLUMNS = {
     "Run": _run_cell,
     "Started": lambda run: (run.get("started") or "", escape((run.get("started") or "")[:10]) + _small(summary.when(run.get("started"))[11:])),
     "State": _state_cell,
-    "Profile": lambda run: (run.get("profile") or "", escape(run.get("profile") or "")),
+    "Profile": lambda run: (run.get("profile") or "", escape(Path(run.get("profile") or "").name)),
     "Target": lambda run: (summary.target(run), escape(summary.target(run)) + _small(f"boundaries {summary.boundaries(run)}" if summary.boundaries(run) else "")),
     "Data": _data_cell,
     "Acceptance": _number_cell("acceptance_length"),
@@ -205,9 +205,10 @@ def tiles(run: dict) -> str:
         return ""
     html = [f'<div class="tile"><span>{m.label}</span><b>{b["value"]:.2f}</b><span>{", ".join(filter(None, (m.note, summary.interval(b))))}; {b.get("prompts", "?")} prompts</span></div>'
             for m, b in summary.numbers(run)]
-    word = "yes" if headline["identical_float32"] else "no"
-    html.append(f'<div class="tile"><span>Same text</span><b class="{word}">{word}</b><span>output identical to greedy (float32): {word}, '
-                f'token for token in {headline["identical_prompts"]} of {headline["decoded_prompts"]} prompts</span></div>')
+    same = dict(summary.same_text(headline)).get("float32")
+    if same:
+        word = "yes" if headline.get("identical_float32") else "no"
+        html.append(f'<div class="tile"><span>Same text</span><b class="{word}">{word}</b><span>output identical to greedy (float32): {word}, token for token in {same}</span></div>')
     return '<div class="tiles">' + "\n".join(html) + "</div>"
 
 
@@ -236,8 +237,8 @@ def summary_page(run: dict) -> str:
     """summary.html: one file without links to others."""
     body = [f'<h1>Eyas run {escape(run["run_name"])} <span class="muted">{escape(summary.when(run.get("started")))}</span></h1>', _banners(run),
             f'<p class="answer">{escape(summary.sentence(run))}</p>', f"<p>{escape(summary.lead(run))}</p>" if summary.lead(run) else "", _picture(run), _warning(run)]
-    if run["state"] == "ok" and run.get("layer_choice"):
-        body.append(f"<p>{escape(run['layer_choice'])}</p>")
+    if summary.more(run):
+        body.append(f"<p>{escape(summary.more(run))}</p>")
     if summary.table(run):
         rows = "\n".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in summary.table(run))
         body.append(f'<div class="scroll"><table class="head"><tr><th></th><th>value</th><th>95 % interval</th><th>prompts</th></tr>\n{rows}</table></div>')

@@ -38,20 +38,22 @@ MEASURES = (
 
 def answer(ratio: dict) -> str:
     """The answer that a speed ratio and its interval give."""
-    if ratio["low"] is None:
+    if ratio.get("low") is None:
         return "Too few prompts for an answer"
     return "Serve it" if ratio["low"] > 1 else "Don't serve it" if ratio["high"] < 1 else "No clear gain"
 
 
 def verdict(headline: dict) -> str:
     """The answer in one sentence, from the float32 speed ratio's interval and the identity of the output; bfloat16's own answer after it."""
-    ratio, again = headline["speed_ratio"], headline.get("speed_ratio_bfloat16") or {}
+    ratio, again = headline.get("speed_ratio") or {}, headline.get("speed_ratio_bfloat16") or {}
+    if ratio.get("value") is None:
+        return "No speed was measured in this run."
     numbers = f"{ratio['value']:.2f} times the speed of plain greedy decoding in float32, prefill included{_comma_interval(ratio)}"
     if again.get("value") is not None:
         of = f" ({again['prompts']} prompts)" if "prompts" in again else ""
         said = answer(again)
         numbers += f"; in bfloat16, {said[0].lower()}{said[1:]}: {again['value']:.2f} times{_comma_interval(again)}{of}"
-    if not headline["identical_float32"]:
+    if headline.get("identical_float32") is False:
         return f"Don't serve it: its output is not the target's own greedy output ({numbers})."
     return f"{answer(ratio)}: {numbers}."
 
@@ -95,13 +97,19 @@ def sentence(run: dict) -> str:
     return "No acceptance was measured in this run."
 
 
+def more(run: dict) -> str:
+    """What the study of layers says beyond `sentence`; ''."""
+    choice = run.get("layer_choice") or "" if run["state"] == "ok" else ""
+    return choice.removeprefix(sentence(run)).strip()
+
+
 def what_to_do(run: dict) -> str:
     """The next step after a bad end, with its commands in `code`; '' where nothing is wrong."""
     failed = failed_notebook(run)
     if failed:
         return (failed.get("exception") or {}).get("what_to_do", "")
     if run["state"] in ("died", "interrupted", "failed"):
-        return f"run `{run['command']}` again; finished work is kept."
+        return f"run `{run.get('command') or 'python -m eyas report'}` again; finished work is kept."
     return "write it again: `python -m eyas report --profile demo`" if run["state"] == "unreadable" else ""
 
 
@@ -118,7 +126,7 @@ def warning(run: dict) -> str:
 
 def same_text(headline: dict) -> list[tuple[str, str]]:
     """How much of the output is the greedy one, by dtype: (dtype, "40 of 40 prompts")."""
-    rows = [("float32", f"{headline['identical_prompts']} of {headline['decoded_prompts']} prompts")] if "identical_prompts" in headline else []
+    rows = [("float32", f"{headline['identical_prompts']} of {headline['decoded_prompts']} prompts")] if {"identical_prompts", "decoded_prompts"} <= set(headline) else []
     again = headline.get("bfloat16") or {}
     if again.get("prompts"):
         ties = f"; {again['ties']} of the {again['differing']} others at a tie" if again["differing"] else ""
@@ -137,12 +145,13 @@ def boundaries(run: dict) -> str:
 def code_state(run: dict) -> str:
     """14eb601d7a8b, clean."""
     git = run.get("git") or {}
-    return f"{git['commit'][:12]}, {'with uncommitted changes' if git['dirty'] else 'clean'}" if git.get("commit") else "not a git checkout" if git else ""
+    return f"{git['commit'][:12]}, {'with uncommitted changes' if git.get('dirty') else 'clean'}" if git.get("commit") else "not a git checkout" if git else ""
 
 
 def machine(run: dict) -> str:
     found = run.get("machine") or {}
-    return f"{found['cores']} cores, {found.get('gpu') or 'no GPU'}" + (f", {found['memory_gib']} GiB" if "memory_gib" in found else "") if found else ""
+    parts = (f"{found['cores']} cores" if "cores" in found else "", found.get("gpu") or "no GPU", f"{found['memory_gib']} GiB" if "memory_gib" in found else "")
+    return ", ".join(filter(None, parts)) if found else ""
 
 
 def decoding(run: dict) -> str:
@@ -169,10 +178,10 @@ def facts(run: dict) -> list[tuple[str, str]]:
     headline, versions = run.get("headline") or {}, run.get("versions") or {}
     text = ""
     if headline.get("repeated_bigrams") is not None:
-        text = (f"{headline['repeated_bigrams']:.1%} of the decoded bigrams repeat an earlier one (a looping text is easy to draft); {headline['outside_vocab']:.1%} of "
-                "the tokens are outside the draft vocabulary")
+        text = (f"{headline['repeated_bigrams']:.1%} of the decoded bigrams repeat an earlier one (a looping text is easy to draft)"
+                + (f"; {headline['outside_vocab']:.1%} of the tokens are outside the draft vocabulary" if headline.get("outside_vocab") is not None else ""))
     again, ratio, bfloat16 = headline.get("bfloat16"), headline.get("speed_ratio_bfloat16"), ""
-    if again and again["prompts"]:
+    if again and again.get("prompts"):
         bfloat16 = (f"{again['differing']} of {again['prompts']} outputs differ from greedy" + (f", {again['ties']} of them at a tie" if again["differing"] else "")
                     + (f"; speed ratio {ratio['value']:.2f}{_comma_interval(ratio)}" if ratio and ratio["value"] is not None else ""))
     duration = duration_text(run["duration_s"]) if run.get("duration_s") is not None else ""
@@ -194,7 +203,7 @@ def table(run: dict) -> list[tuple[str, str, str, str]]:
 def lead(run: dict) -> str:
     """The acceptance length with its interval, in words; '' without one."""
     block = next((b for m, b in numbers(run) if m.key == "acceptance_length"), None)
-    return f"Acceptance length {block['value']:.2f} tokens per verify step, bonus token included{_comma_interval(block)}, {block['prompts']} prompts." if block else ""
+    return f"Acceptance length {block['value']:.2f} tokens per verify step, bonus token included{_comma_interval(block)}, {block.get('prompts', '?')} prompts." if block else ""
 
 
 def notebook_states(run: dict) -> str:
@@ -216,8 +225,8 @@ def markdown(run: dict) -> str:
         elif run.get("problem"):
             lines += [run["problem"], ""]
         lines += [f"What to do: {what_to_do(run)}", ""]
-    if run["state"] == "ok" and run.get("layer_choice"):
-        lines += [run["layer_choice"], ""]
+    if more(run):
+        lines += [more(run), ""]
     if lead(run):
         lines += [lead(run), ""]
     if warning(run):

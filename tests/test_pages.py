@@ -1,0 +1,258 @@
+"""What the index, the pages and the summaries say, from run.json: numbers as they are, failures first, older runs too; no browser (tests/test_browser.py has one)."""
+
+import copy
+import json
+import re
+import subprocess
+import sys
+
+import nbformat
+import pytest
+from bs4 import BeautifulSoup
+
+from eyas import index, pages, report, summary
+from eyas.cli import EXIT_BROKEN_PIPE, main
+from eyas.config import Config
+from eyas.errors import EyasError
+from eyas.files import ROOT, read_json, write_json
+
+COMMITTED = {name: read_json(ROOT / "reports" / name / "run.json") for name in ("reference", "layers")}
+CONDITIONS = {"machine", "torch"}  # what a difference needs beside settings
+WORDS = "repeats explain part of it: at the 10 of 20 verify steps that begin at no repeated bigram the acceptance length is 1.2 [1.1, 1.3]"
+
+
+def committed(name: str = "reference", **changes) -> dict:
+    return copy.deepcopy(COMMITTED[name]) | changes
+
+
+def failed_run() -> dict:
+    run = committed(run_name="broken", state="failed", return_code=1, headline=None, started="2026-12-01T00:00:00+00:00")
+    run["notebooks"][2] |= {"state": "failed", "exception": {
+        "kind": "exception", "ename": "EyasError", "evalue": "no <store> | here; expected one", "lines": [], "cell": 4, "cells": 9, "source": "open(store)",
+        "what_to_do": "what the message says; then `python -m eyas report --profile demo --from 03`"}}  # fmt: skip
+    return run
+
+
+def shown(run: dict) -> tuple[str, str, str]:
+    """The three texts made of a run."""
+    return index.index_page([run]), index.summary_page(run), summary.markdown(run)
+
+
+def everything_missing() -> list[tuple[dict, str]]:
+    """The committed runs with one thing left out of each, as older versions or a run that went wrong had it."""
+    found = []
+    for name, whole in COMMITTED.items():
+        for key in set(whole) - {"run_name", "state"}:
+            found.append(({k: v for k, v in whole.items() if k != key}, f"{name} without {key}"))
+        for part in ("headline", "settings", "machine", "git"):
+            for key in whole[part] or {}:
+                found.append((whole | {part: {k: v for k, v in whole[part].items() if k != key}}, f"{name} without {part} {key}"))
+    return [*found, *(({"run_name": "x", "state": state}, state) for state in ("unreadable", "running", "died", "interrupted", "failed", "ok"))]
+
+
+def test_older_runs_are_shown():
+    """Whatever one field is missing: nothing breaks, and nothing is shown as a number that is none."""
+    cases = everything_missing()
+    assert len(cases) > 200
+    for run, what in cases:
+        for text in shown(run):
+            assert run["run_name"] in text, what
+            assert not re.search(r"\bNone\b|\bnan\b|undefined", re.sub(r"<script.*?</script>", "", text, flags=re.S)), what
+
+
+def test_numbers_are_those_of_run_json():
+    run = committed()
+    html, sent, text = shown(run)
+    headline = run["headline"]
+    for key in ("acceptance_length", "offline_estimate", "speed_ratio", "speed_ratio_bfloat16"):
+        block = headline[key]
+        value, span = f"{block['value']:.2f}", f"{block['low']:.2f} to {block['high']:.2f}"
+        assert f"<b>{value}</b>" in html and span in html
+        assert f"<td>{value}</td><td>{span}</td><td>{block['prompts']}</td>" in sent
+        assert f"| {value} | {span} | {block['prompts']} |" in text
+    for part in (html, sent, text):
+        for said in (headline["data"], headline["parity"], run["command"], run["git"]["commit"][:12], run["versions"]["sglang"], "held-out prompts"):
+            assert said in part
+    assert f"{headline['identical_prompts']} of {headline['decoded_prompts']} prompts" in text
+    assert summary.sentence(run) in text and "<svg" in sent and "prefill included" in summary.sentence(run)
+    assert not re.search(r"(?:src|href)=", re.sub(r"<style>.*?</style>", "", sent, flags=re.S)), "a file to send has no links to others"
+
+
+def test_two_verdicts_say_whose_they_are():
+    run = committed()
+    run["headline"] |= {"speed_ratio": {"value": 0.9, "low": 0.8, "high": 0.95, "prompts": 24}, "speed_ratio_bfloat16": {"value": 1.3, "low": 1.2, "high": 1.4, "prompts": 8}}
+    said = summary.sentence(run)
+    assert said.startswith("Don't serve it: 0.90 times") and "in float32, prefill included" in said and "; in bfloat16, serve it: 1.30 times, 95 % interval 1.20 to 1.40 (8 prompts)" in said
+
+
+def test_a_warning_of_repeats_is_shown():
+    assert "WARNING" not in index.index_page([committed()])
+    run = committed()
+    run["headline"]["repeats_warning"] = WORDS
+    html, sent, text = shown(run)
+    assert html.count("WARNING") == 3, "at the top, in the table, in the details"
+    assert WORDS in html and WORDS in sent and WORDS in text
+
+
+def test_the_servers_own_acceptance_is_shown():
+    assert "Served" not in BeautifulSoup(index.index_page([committed()]), "html.parser").find("table").text
+    run = committed()
+    run["headline"] |= {"served": {"value": 1.777, "low": 1.666, "high": 1.888, "prompts": 40, "dtype": "bfloat16", "verdict": "they agree"},
+                        "served_speed_ratio": {"value": 1.223, "low": 1.111, "high": 1.334, "prompts": 8}}  # fmt: skip
+    html, sent, text = shown(run)
+    for part in (html, sent, text):
+        assert "1.78" in part and "1.67 to 1.89" in part and "1.22" in part and "they agree" in part
+    assert "Served" in BeautifulSoup(html, "html.parser").find("table").text
+
+
+def test_a_failure_comes_first_and_says_what_to_do():
+    html, sent, text = shown(failed_run())
+    for part in (html, sent):
+        soup = BeautifulSoup(part, "html.parser")
+        banner = soup.select_one(".banner")
+        assert "03_shard_inspection failed: exception in cell 4 of 9" in banner.text and "no <store> | here" in banner.text and "--from 03" in banner.text
+        assert not [tag for tag in banner.find_all_previous(["table", "figure", "h2"])], "nothing but the title and the sentence stands before it"
+    assert "**Failed in 03_shard_inspection, cell 4 of 9: exception.**" in text and "EyasError: no <store> | here" in text and "--from 03`" in text
+    cells = BeautifulSoup(html, "html.parser").select_one(".runs tbody tr")
+    assert "failed" in cells.text and "in 03_shard_inspection" in cells.text
+
+
+@pytest.mark.parametrize(("state", "words"), [("running", "Still running, at 04_training."), ("died", "Killed in 04_training."), ("interrupted", "Interrupted in 04_training.")])
+def test_states(state, words):
+    run = committed(state=state, headline=None)
+    run["notebooks"][3]["state"] = "interrupted" if state == "interrupted" else "running"
+    html, sent, text = shown(run)
+    assert words in html and words in sent and words in text
+    assert ("What to do" in html) == ("What to do" in text) == (state != "running")
+
+
+def test_newest_first_and_every_way_on():
+    runs = [committed("layers"), failed_run(), committed()]
+    soup = BeautifulSoup(index.index_page(runs), "html.parser")
+    rows = soup.select(".runs tbody tr")
+    assert [row.select_one("b a").text for row in rows] == ["broken", *sorted(("reference", "layers"), key=lambda name: COMMITTED[name]["started"], reverse=True)]
+    for row in rows:
+        run = next(run for run in runs if run["run_name"] == row.select_one("b a").text)
+        links = {a["href"] for a in row.select("a")}
+        assert {f"{run['run_name']}/{n['page']}" for n in run["notebooks"]} | {f"{run['run_name']}/run.json", f"#run-{run['run_name']}"} <= links
+        assert row.select_one("button[data-copy]")["data-copy"] == run["command"]
+        assert soup.find(id=f"run-{run['run_name']}").select_one(".command code").text == run["command"]
+    assert soup.select_one(".answer").text == summary.sentence(runs[1]) and soup.select(".answer")[1].text == summary.sentence(runs[2]), "and the newest with an answer"
+    assert "No run yet" in index.index_page([])
+
+
+def test_names_and_texts_are_no_markup():
+    run = failed_run() | {"run_name": 'a "b" <script>&c#%', "profile": "<img src=x>", "command": "python -m eyas report --profile '<b>\"'", "layer_choice": "</script><script>alert(1)</script>"}
+    run["headline"] = committed()["headline"] | {"target": "<i>", "repeats_warning": "</script>"}
+    soup = BeautifulSoup(index.index_page([run]), "html.parser")
+    assert len(soup.select("script")) == 2 and not soup.select("img, i")
+    assert json.loads(soup.select_one("#data").string)["runs"][0]["name"] == run["run_name"]
+    assert soup.select_one(".runs b a").text == run["run_name"] and soup.select_one("[data-copy]")["data-copy"] == run["command"]
+    assert soup.select_one(".links a")["href"].startswith("a%20%22b%22%20%3Cscript%3E%26c%23%25/")
+    assert not BeautifulSoup(index.summary_page(run), "html.parser").select("script, img, i")
+
+
+def test_what_a_comparison_knows():
+    data = json.loads(BeautifulSoup(index.index_page([committed(), committed("layers")]), "html.parser").select_one("#data").string)
+    assert {run["name"] for run in data["runs"]} == {"reference", "layers"}
+    for measure in data["measures"]:
+        assert set(measure["needs"]) <= set(Config.__dataclass_fields__) | CONDITIONS
+    reference = next(run for run in data["runs"] if run["name"] == "reference")
+    assert reference["settings"] == COMMITTED["reference"]["settings"] and reference["numbers"]["speed_ratio"] == COMMITTED["reference"]["headline"]["speed_ratio"]
+    assert set(data["meanings"]) == set(Config.__dataclass_fields__)
+
+
+# ---- a notebook's page
+
+
+def cell(source: str, text: str = "", figure: bool = False, tags=()):
+    outputs = [nbformat.v4.new_output("stream", text=text)] if text else []
+    if figure:
+        outputs.append(nbformat.v4.new_output("display_data", {"image/svg+xml": "<svg xmlns='http://www.w3.org/2000/svg'/>", "text/plain": "<Figure>"}))
+    return nbformat.v4.new_code_cell(source, outputs=outputs, metadata={"tags": list(tags)})
+
+
+def page_of(*cells):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# What is it?\n\n**Question.** Is it?"), *cells])
+    return BeautifulSoup(pages.notebook_page(notebook, "What is it?", "01_it, ok", ""), "html.parser")
+
+
+SAID = "It is 1.50 [1.40, 1.60] so. More of it, 2 [1, 3].\nA second line: 3.14 [3, 4]\nWARNING: it loops\nA fourth line"
+
+
+@pytest.mark.parametrize("cells", [
+    (nbformat.v4.new_markdown_cell("## Before"), cell("print(1)", "not this"), nbformat.v4.new_markdown_cell("## The answer\nWords."), cell("print(2)", SAID), cell("# Figure: a line\nplot()", figure=True)),
+    (cell("print(1)", "not this"), cell("print(2)", SAID, tags=["headline"]), cell("# Figure: another\nplot()", figure=True), cell("# Figure: a line\nplot()", figure=True, tags=["headline"])),
+], ids=["section", "tag"])  # fmt: skip
+def test_the_headline_opens_the_page(cells):
+    """A sentence, numbers with intervals, a picture; the text stays where it was said too, the picture is there once."""
+    soup = page_of(*cells)
+    headline = soup.select_one("h1").find_next_sibling()
+    assert headline["class"] == ["headline"] and headline.select_one(".answer").text == "It is 1.50 [1.40, 1.60] so."
+    assert [b.text for b in headline.select("b")] == ["2 [1, 3]", "3.14 [3, 4]"] and headline.select_one(".warning").text == "WARNING: it loops"
+    assert "A fourth line" not in headline.text and "A fourth line" in soup.text
+    assert headline.select_one("img")["alt"] == "a line" and len(soup.select('img[alt="a line"]')) == 1
+    assert soup.text.index("It is 1.50") < soup.text.index("Question.") and soup.text.count("It is 1.50 [1.40, 1.60] so.") == 2
+
+
+def test_a_notebook_without_an_answer_opens_with_its_question():
+    soup = page_of(cell("print(1)", "Words. More."), cell("# Figure: a line\nplot()", figure=True))
+    assert not soup.select(".headline") and soup.select_one("h1").find_next_sibling().text.startswith("Question.")
+
+
+def test_links_to_the_neighbours():
+    html = pages.notebook_page(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# It")]), "It", "02, ok", "")
+    linked = pages.with_links(html, "01_a", "03_c")
+    assert [a["href"] for a in BeautifulSoup(linked, "html.parser").select("nav a")] == ["../index.html", "01_a.html", "03_c.html"]
+    assert pages.with_links(linked, "01_a", "03_c") == linked and pages.with_links(linked, None, None) == html
+
+
+# ---- commands
+
+
+def test_index_and_summary_again_from_what_is_there(tmp_path, capsys):
+    """`index` runs nothing: run.json files are as they were, the pages there are link to each other, a second time changes no file."""
+    for name, run in (("reference", committed()), ("broken", failed_run())):
+        write_json(tmp_path / name / "run.json", run)
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "run.json").write_text('{"run_name": ')
+    html = pages.notebook_page(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# It")]), "It", "ok", "")
+    for name in ("01_server_setup", "04_training"):
+        (tmp_path / "reference" / f"{name}.html").write_text(html)
+    assert main(["index", "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "index.html").read_text()
+    assert "Run reference" in text and "Run broken" in text and "Run torn" in text and "can't be read" in text.replace("&#x27;", "'")
+    assert 'href="04_training.html"' in (tmp_path / "reference" / "01_server_setup.html").read_text(), "the notebooks between have no page here"
+    assert read_json(tmp_path / "reference" / "run.json") == committed()
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.glob("*/*")}
+    assert main(["index", "--out", str(tmp_path)]) == 0 and (tmp_path / "index.html").read_text() == text
+    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.glob("*/*")} == before
+    capsys.readouterr()
+    assert main(["summary", "reference", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == (tmp_path / "reference" / "summary.md").read_text() == summary.markdown(committed())
+    with pytest.raises(EyasError, match="one of broken, reference, torn"):
+        report.read_report("refrence", tmp_path)
+
+
+def test_committed_index_is_of_the_committed_runs():
+    """`python -m eyas index` makes the committed files again, but for lines that newer code says otherwise."""
+    soup = BeautifulSoup((ROOT / "reports" / "index.html").read_text(), "html.parser")
+    assert {"reference", "layers"} <= {row.select_one("b a").text for row in soup.select(".runs tbody tr")}
+    for name, run in COMMITTED.items():
+        assert f"### Eyas run {name}" in (ROOT / "reports" / name / "summary.md").read_text()
+        assert run["command"] in soup.find(id=f"run-{name}").text
+
+
+def test_a_reader_that_goes_away():
+    """`| head` ends quietly, as for other programs; another broken pipe is still an error."""
+    code = "import time; time.sleep(1); from eyas.cli import main; raise SystemExit(main(['profile']))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PYTHONPATH": str(ROOT / "lib")})
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == EXIT_BROKEN_PIPE
+
+
+def test_a_misspelt_profile():
+    with pytest.raises(EyasError, match="did you mean reference"):
+        Config.load("refrence")
+    with pytest.raises(EyasError, match="one of demo"):
+        Config.load("zzz")
