@@ -12,7 +12,7 @@ export JUPYTER_PREFER_ENV_PATH = 1
 
 help:
 	@echo "make demo            the whole road at demo size; opens with reports/index.html (20 minutes on 2 cores, set-up included)"
-	@echo "make report P=smoke  the same with another profile of notebooks/profiles"
+	@echo "make report P=smoke  the same with another profile of notebooks/profiles; what is up to date is not run again (A=--all, A='--from 04': it is)"
 	@echo "make test            all tests, a real server among them"
 	@echo "make test-slow       the whole crash matrix, with real servers that are killed (15 minutes)"
 	@echo "make lab             JupyterLab on the notebooks"
@@ -23,7 +23,7 @@ demo: .venv/.ready
 	.venv/bin/python -m eyas report --profile demo
 
 report: .venv/.ready
-	.venv/bin/python -m eyas report --profile $(P)
+	.venv/bin/python -m eyas report --profile $(P) $(A)
 
 test: .venv/.ready
 	.venv/bin/python -m pytest

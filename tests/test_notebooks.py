@@ -5,9 +5,11 @@ import re
 import subprocess
 import sys
 
+import nbformat
 import psutil
 import pytest
 
+from eyas import reuse
 from eyas.config import Config
 from eyas.files import ROOT, read_json
 
@@ -83,3 +85,54 @@ def test_no_server_is_left(smoke):
     data = smoke[3]
     assert not (data / "runs" / "smoke" / "server" / "server.json").exists()
     assert not [p.pid for p in psutil.process_iter(["cmdline"]) if "sglang" in " ".join(p.info["cmdline"] or []) and str(data) in " ".join(p.info["cmdline"] or [])]
+
+
+def environment(data) -> dict[str, str]:
+    return os.environ | {"EYAS_DATA": str(data), "PYTHONPATH": str(ROOT / "lib")}
+
+
+def test_a_second_report_reuses_everything(smoke):
+    """No kernel, no server: the pages are made anew from what is there, elsewhere too."""
+    run, _, pages, data = smoke
+    out = data.parent / "other-reports"
+    ended = subprocess.run([sys.executable, "-m", "eyas", "report", "--profile", "smoke", "--out", str(out)], env=environment(data), capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert [line.split(",")[0] for line in ended.stdout.splitlines()[:-1]] == [f"{name}: up to date" for name in FIGURES]
+    again = read_json(out / "smoke" / "run.json")
+    assert (again["state"], again["headline"]) == ("ok", run["headline"])
+    for before, now in zip(run["notebooks"], again["notebooks"], strict=True):
+        assert now == before | {"reused": True, "earlier": True}
+        assert re.findall(r"<img[^>]*>", (out / "smoke" / before["page"]).read_text()) == re.findall(r"<img[^>]*>", pages[before["name"]])
+
+
+def test_plain_papermill_says_the_same(smoke, tmp_path, monkeypatch):
+    """The notebook alone, from another folder, on the same store: the same words, tables and figures but for times, and the very same drafter."""
+    here, data = smoke[3], tmp_path / "data"
+    (data / "runs" / "smoke").mkdir(parents=True)
+    (data / "targets").symlink_to(here / "targets")
+    (data / "runs" / "smoke" / "store").symlink_to(here / "runs" / "smoke" / "store")
+    command = [sys.executable, "-m", "papermill", str(ROOT / "notebooks" / "04_training.ipynb"), "out.ipynb", "-f", str(ROOT / "notebooks" / "profiles" / "smoke.yaml")]
+    ended = subprocess.run(command, env=environment(data), cwd=tmp_path, capture_output=True, text=True, timeout=1200)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    drafters = []
+    for folder in (here, data):
+        monkeypatch.setenv("EYAS_DATA", str(folder))
+        drafters.append(reuse.content("drafter", Config.load("smoke")))
+    assert drafters[0] == drafters[1] != reuse.ABSENT
+    executed, alone = (said(nbformat.read(path, as_version=4)) for path in (here / "runs" / "smoke" / "notebooks" / "04_training.ipynb", tmp_path / "out.ipynb"))
+    assert len(executed) == len(alone) > 5
+    for ours, theirs in zip(executed, alone):
+        assert ours == theirs
+
+
+def said(notebook) -> list[tuple[str, list[str]]]:
+    """(code, what it put out) of each code cell of the notebook's own, without what no two runs have in common: times, rates, ids inside figures."""
+    found = []
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and not {"injected-parameters", "eyas-end"} & set(cell.metadata.get("tags", [])):
+            texts = [text for out in cell.outputs for text in (out.get("text"), *(out.get("data", {}).get(kind) for kind in ("text/plain", "text/html", "image/svg+xml"))) if text]
+            found.append((cell.source, [re.sub(MEASURED, "~", text) for text in texts]))
+    return found
+
+
+MEASURED = r"[\d.,]+ (?:\w+/s|s\b|ms\b)|\d+:\d\d(?::\d\d)?(?: left)?|\d{4}-\d\d-\d\d[T ][\d:.]+|#?\b[a-zA-Z]{0,3}_?[0-9a-f]{10,}\b|pid \d+|0x[0-9a-f]+"

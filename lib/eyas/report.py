@@ -88,7 +88,7 @@ def run_report(profile: str, overrides: dict[str, Any] | None = None, notebooks:
     with _only_one(config, work), _stop_signals_as_interrupt():
         try:
             save()
-            write_index(reports)
+            _update_index(reports)
             _take_server_down(config)  # one that a run left which was killed, and the machine with it
             course = Course(works, again, earlier)
             with _nothing_outlives():
@@ -110,7 +110,7 @@ def run_report(profile: str, overrides: dict[str, Any] | None = None, notebooks:
                     record["state"] = "not run" if record["state"] == "waiting" else "interrupted"
             run["process"] = None
             save()
-            write_index(reports)
+            _update_index(reports)
             _take_server_down(config)
     return out
 
@@ -285,8 +285,8 @@ class Course:
         later = sum(sum(s) for other, s in self.seconds.items() if other > name)
         if len(meant) != len(seconds):
             return max(0.0, sum(meant) - since_s) + later
-        at = next((i for i, s in enumerate(seconds) if s is None), len(seconds))
-        done_s, meant_s = self.done_s + sum(seconds[:at]), self.meant_s + sum(meant[:at])
+        at = max((i + 1 for i, s in enumerate(seconds) if s is not None), default=0)
+        done_s, meant_s = self.done_s + sum(s or 0.0 for s in seconds), self.meant_s + sum(meant[:at])
         pace = done_s / meant_s if min(done_s, meant_s) > 10 else 1.0  # of this run, against the one before
         return max(0.0, pace * sum(meant[at : at + 1]) - cell_s) + pace * (sum(meant[at + 1 :]) + later)
 
@@ -386,6 +386,17 @@ def _only_one(config: Config, work: Path) -> Iterator[None]:
         lock.write(str(os.getpid()))
         lock.flush()
         yield
+
+
+def _update_index(reports: Path) -> None:
+    """One run after the other: of two that end together the later one sees both."""
+    reports.mkdir(parents=True, exist_ok=True)
+    folder = os.open(reports, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        write_index(reports)
+    finally:
+        os.close(folder)
 
 
 def _owner() -> str:
