@@ -13,10 +13,12 @@ def make_prompts(vocab: int = 512, lengths: tuple[int, ...] = (1, 2, 7, 19, 40))
     return [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in lengths]
 
 
-def teach(target, model, prompts: list[list[int]], boundaries: tuple[int, ...], draft_vocab_size: int = 384, levels: int = 1) -> Drafter:
-    """Train on 30 greedy tokens after each prompt, 15 passes, for about two seconds. `levels` more than 1: to draft from its own output too, all slots one level on."""
+def teach(target, model, prompts: list[list[int]], boundaries: tuple[int, ...], draft_vocab_size: int = 384, levels: int = 1, ids: torch.Tensor | None = None) -> Drafter:
+    """Train on 30 greedy tokens after each prompt, 15 passes, for about two seconds. `levels` more than 1: to draft from its own output too, all slots one level on.
+
+    `ids`: the draft vocabulary, ascending; otherwise `draft_vocab_size` tokens at random."""
     torch.manual_seed(0)
-    ids = torch.randperm(target.vocab_size)[:draft_vocab_size].sort().values
+    ids = torch.randperm(target.vocab_size)[:draft_vocab_size].sort().values if ids is None else ids
     drafter = Drafter(DrafterConfig.from_target(target, boundaries, len(ids)), DraftVocab(ids, target.vocab_size))
     drafter.embed_tokens.weight.data.copy_(target.embedding().float())
     texts = []

@@ -2,11 +2,12 @@
 
 SGLang's own CPU engine (SGLANG_USE_CPU_ENGINE=1) imports kernels that the PyPI wheel does not carry. An out-of-tree
 platform takes the `native` (plain torch) path of every layer instead. Chosen by SGLANG_PLATFORM=eyas_cpu.
+A server that is given a drafter (--speculative-algorithm EAGLE3) drafts chains and trees with it: `eyas_cpu.eagle`.
 """
 
 import os
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 SGLANG_VERSIONS = ("0.5.23",)
 
 
@@ -19,7 +20,8 @@ def activate() -> str | None:
 
 
 def check() -> dict:
-    """Is this plugin found, for this SGLang, and does it apply? Run with SGLANG_PLATFORM=eyas_cpu in a process of its own."""
+    """Is this plugin found, for this SGLang, does it apply, and is everything there that drafting replaces? Run with SGLANG_PLATFORM=eyas_cpu in a
+    process of its own; imports SGLang's EAGLE worker."""
     from importlib.metadata import version
 
     sglang = version("sglang")
@@ -30,4 +32,10 @@ def check() -> dict:
 
     if type(current_platform).__name__ != "PlainCpuPlatform":
         return found | {"detail": f"SGLang chose the platform {type(current_platform).__name__}; set SGLANG_PLATFORM=eyas_cpu"}
-    return found | {"ok": True, "detail": "SGLang runs on the plain CPU platform"}
+    from eyas_cpu.eagle import OPS, missing, worker_class
+
+    worker_class()
+    gone = missing()
+    if gone:
+        return found | {"detail": "EAGLE3: not as in SGLang " + f"{', '.join(SGLANG_VERSIONS)}: {', '.join(gone)}"}
+    return found | {"ok": True, "detail": f"SGLang runs on the plain CPU platform; EAGLE3: {len(OPS)} functions to put in place"}

@@ -100,6 +100,52 @@ def verify_greedy(predicts, accept_index, accept_token_num, candidates, retrieve
     return predicts, accept_index, accept_token_num
 
 
+def verify_sampled(
+    predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token, retrive_next_sibling,
+    uniform_samples, uniform_samples_for_final_sampling, target_probs, draft_probs, threshold_single=1.0, threshold_acc=1.0, deterministic=True,
+) -> None:
+    """As `verify_greedy`, with a token drawn from the target's `target_probs` [R, n, V] in the place of its argmax: one coin a node; its children are accepted
+    while the coin is below their probabilities summed up so far (multi-round rejection sampling); where none is, the last token is drawn from what they leave.
+    """
+    n = candidates.shape[1]
+    for r, (drafted, coins, child, sibling) in enumerate(zip(
+        candidates.tolist(), uniform_samples.tolist(), retrive_next_token.tolist(), retrive_next_sibling.tolist(), strict=True,
+    )):
+        path, node, tried, mass = [0], child[0], [], 0.0
+        while node != -1 and len(path) < accept_index.shape[1]:
+            probability = float(target_probs[r, path[-1], drafted[node]])
+            mass += probability
+            if coins[path[-1]] <= mass / threshold_acc or probability >= threshold_single:
+                path.append(node)
+                node, tried, mass = child[node], [], 0.0
+            else:
+                tried.append(drafted[node])
+                node = sibling[node]
+        left = target_probs[r, path[-1]].double()
+        left[tried] = 0
+        left = left.cumsum(0)
+        last = int(torch.searchsorted(left, uniform_samples_for_final_sampling[r].double() * left[-1], right=True).clamp(max=len(left) - 1))
+        accept_index[r, : len(path)] = torch.tensor(path) + r * n
+        accept_token_num[r] = len(path) - 1
+        predicts[r * n + torch.tensor(path)] = torch.tensor([*(drafted[node] for node in path[1:]), last], dtype=predicts.dtype)
+
+
+def keep_top_k(probs, top_ks) -> torch.Tensor:
+    """The `top_ks` [N] likeliest of each row of `probs` [N, V], normalised."""
+    values, ids = probs.topk(min(int(top_ks.max()), probs.shape[1]))
+    return _normalised(probs, ids, values.where(torch.arange(values.shape[1]) < top_ks[:, None], 0))
+
+
+def keep_top_p(probs, top_ps) -> torch.Tensor:
+    """The likeliest of each row that together reach `top_ps` [N], normalised."""
+    values, ids = probs.sort(descending=True)
+    return _normalised(probs, ids, values.where(values.cumsum(1) - values < top_ps[:, None], 0))
+
+
+def _normalised(probs, ids, kept) -> torch.Tensor:
+    return torch.zeros_like(probs).scatter(1, ids, kept / kept.sum(1, keepdim=True))
+
+
 def tree_mask_mode():
     """Masks of a verify step's own tokens only, [R, n, n]: everything before them is seen by all."""
     from sglang.kernels.ops.speculative.spec_tree import TreeMaskMode
@@ -153,6 +199,9 @@ OPS = {  # the name where it is called -> what stands there instead
     "sglang.srt.speculative.eagle_worker_common.fill_bonus_tokens_func": bonus_tokens,
     "sglang.srt.speculative.eagle_utils.build_tree_kernel_efficient_func": build_tree,
     "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func": verify_greedy,
+    "sglang.srt.speculative.eagle_utils.tree_speculative_sampling_target_only": verify_sampled,  # None where SGLang has no kernel, so are the next two
+    "sglang.srt.speculative.eagle_utils.top_k_renorm_prob": keep_top_k,
+    "sglang.srt.speculative.eagle_utils.top_p_renorm_prob": keep_top_p,
     "sglang.srt.speculative.spec_utils.fill_front_out_cache_loc_func": front_slots,
     "sglang.srt.speculative.spec_utils.fill_accept_out_cache_loc_func": accepted_slots,
 }
@@ -163,8 +212,8 @@ def missing() -> list[str]:
     wrong = []
     for name, plain in OPS.items():
         module, _, attribute = name.rpartition(".")
-        there = getattr(importlib.import_module(module), attribute, None)
-        if there is None or (there is not plain and list(inspect.signature(there).parameters) != list(inspect.signature(plain).parameters)):
+        there = getattr(importlib.import_module(module), attribute, NotImplemented)
+        if there is NotImplemented or (there not in (None, plain) and list(inspect.signature(there).parameters) != list(inspect.signature(plain).parameters)):
             wrong.append(name)
     return wrong
 
@@ -181,10 +230,13 @@ def put_in_place() -> None:
 
 def worker_class() -> type:
     """SGLang's EAGLE worker, with the plain functions in place before it is built. Imported late: it pulls in most of SGLang."""
+    from sglang.srt.runtime_context import get_spec
     from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 
     class PlainEagleWorker(EAGLEWorkerV2):
         def __init__(self, *args, **kwargs):
+            if get_spec().speculative_use_rejection_sampling:
+                raise NotImplementedError("eyas_cpu: --speculative-use-rejection-sampling has no plain-torch form; leave it out, sampled requests are verified all the same")
             put_in_place()
             super().__init__(*args, **kwargs)
 
