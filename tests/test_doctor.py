@@ -1,10 +1,12 @@
 """The doctor: each thing wrong is noticed and comes with what to type; the plugins are applied for real, once."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tiny import make_tiny_target
 
 from eyas import cli, doctor
 from eyas.doctor import Check
@@ -119,3 +121,63 @@ def test_it_works_without_any_package():
     assert done.returncode == 1 and not done.stderr
     for text in ("WRONG packages", "missing: ", "no entry point eyas_capture", "WRONG embedded target", "pip install"):
         assert text in done.stdout
+
+
+# ---- a target
+
+
+KIMI = {  # the facts of its config.json that count here
+    "architectures": ["KimiK25ForConditionalGeneration"], "auto_map": {"AutoConfig": "configuration_kimi.KimiConfig"},
+    "text_config": {"num_hidden_layers": 61, "hidden_size": 7168, "vocab_size": 163840, "max_position_embeddings": 262144, "kv_lora_rank": 512, "dtype": "bfloat16",
+                    "quantization_config": {"quant_method": "compressed-tensors"}},
+}  # fmt: skip
+
+
+def asked(folder: Path, config: dict, capsys) -> tuple[int, str]:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    code = cli.main(["doctor", "--target", str(folder)])
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Qwen3Moe", "DeepseekV3"])
+def test_a_whole_target_of_each_family(tmp_path, capsys, family):
+    make_tiny_target(tmp_path / "tiny", n_blocks=8, family=family)
+    assert cli.main(["doctor", "--target", str(tmp_path / "tiny")]) == 0
+    out = capsys.readouterr().out
+    assert "WRONG" not in out and "  -     " not in out and f"{family}ForCausalLM, 8 blocks" in out
+    assert f"2, 4, 5, ids {'2, 4, 5' if family == 'DeepseekV3' else '1, 3, 4'} for SGLang" in out and "tokens of two turns supervised" in out
+    assert ("latent attention" in out) == (family == "DeepseekV3")
+
+
+def test_a_config_alone_is_enough(tmp_path, capsys):
+    code, out = asked(tmp_path / "kimi", KIMI, capsys)
+    assert code == 0 and "61 blocks" in out and "DeepseekV2Model of kimi_k25.py, blocks DeepseekV2DecoderLayer" in out
+    assert "2, 30, 58, ids 2, 30, 58 for SGLang" in out and "code of its own      yes" in out and "not for quantised weights (compressed-tensors): -p device cuda" in out
+    assert "| modelopt       | Hugging Face backend | after      | 2, 30, 58   | 2, 30, 58  | 1, 29, 57 |" in out
+
+
+@pytest.mark.parametrize("change, said, command", [
+    ({"architectures": ["LlamaForCausalLMM"]}, "none of the 290 of SGLang 0.5.23; near: LlamaForCausalLM", "another target"),
+    ({"architectures": ["FalconMambaForCausalLM"]}, "no blocks with a stage boundary", "patches/README.md"),
+    ({"architectures": ["Olmo2ForCausalLM"]}, "no set_eagle3_layers_to_capture", "not served with a drafter"),
+    ({"architectures": ["LongcatFlashForCausalLM"]}, "layer ids of LongcatFlashForCausalLM in sglang 0.5.23 are not known", "FAMILIES of lib/eyas/layer_ids.py"),
+    ({"num_hidden_layers": 5}, "none with 5 blocks", None),
+    ({"dtype": "float16"}, "float16; serve it with -p dtype bfloat16", None),
+    ({"layer_types": ["linear_attention", "full_attention"]}, "not for layers of type linear_attention", None),
+])  # fmt: skip
+def test_what_is_not_supported_is_said(tmp_path, capsys, change, said, command):
+    base = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 8, "hidden_size": 64, "vocab_size": 512, "max_position_embeddings": 64, "dtype": "bfloat16"}
+    code, out = asked(tmp_path / "target", base | change, capsys)
+    assert said in out and code == (command is not None) and (command is None or command in out.split("What to do:")[1])
+
+
+def test_files_of_a_target_that_are_broken(tmp_path, capsys):
+    assert cli.main(["doctor", "--target", str(tmp_path / "nothing")]) == 1 and "WRONG config.json" in capsys.readouterr().out
+    folder = make_tiny_target(tmp_path / "tiny", n_blocks=8)
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
+    code, out = asked(folder, json.loads((folder / "config.json").read_text()) | {"vocab_size": 100}, capsys)
+    assert code == 1
+    for said in ("512 tokens of 100", "WRONG chat template", "1 of 2 files missing: model-2.safetensors"):
+        assert said in out

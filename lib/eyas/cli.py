@@ -7,8 +7,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from eyas.config import RUN_PARTS
 from eyas.errors import EyasError, takes_settings
+from eyas.files import RUN_PARTS
 from eyas.layer_ids import ENGINES
 
 EXIT_BROKEN_PIPE = 141  # what a shell gives for a program that SIGPIPE ended

@@ -1,9 +1,12 @@
 """Is everything here that Eyas needs, and what to type where it is not: `python -m eyas doctor`, one screen.
 
+`python -m eyas doctor --target FOLDER` asks instead whether a target is supported, step by step of the road; its config.json alone is enough.
+
 The two plugins are not only looked for: each is applied in a process of its own, since SGLang merely logs a hook that fails.
 Only the standard library is imported here, so that it also works where packages are missing.
 """
 
+import difflib
 import importlib.metadata
 import json
 import os
@@ -17,8 +20,10 @@ from pathlib import Path
 
 from eyas import __version__
 from eyas.errors import EyasError
-from eyas.files import ROOT, data_dir
+from eyas.files import ROOT, data_dir, read_json
+from eyas.layer_ids import SGLANG, engine_ids, round_trip, round_trip_text, rule
 from eyas.progress import bytes_text
+from eyas.sglang_source import SETTER, architectures, family
 
 GIB = 2**30
 PLUGINS = {"eyas_capture": "sglang.srt.plugins", "eyas_cpu": "sglang.srt.platforms"}  # package -> entry-point group
@@ -56,14 +61,143 @@ def doctor() -> list[Check]:
     ]
 
 
-def screen(checks: list[Check]) -> str:
+def screen(checks: list[Check], well: str = "Everything that is needed is here; next: make demo") -> str:
     """One line a check, then the command for each thing that is wrong."""
     marks = {True: "ok", False: "WRONG", None: "-"}
     lines = [f"Eyas {__version__}", *(f"  {marks[c.ok]:6}{c.name:21}{c.detail}" for c in checks)]
     wrong = [c for c in checks if c.ok is False]
     if not wrong:
-        return "\n".join([*lines, "Everything that is needed is here; next: make demo"])
+        return "\n".join([*lines, well])
     return "\n".join([*lines, "What to do:", *(f"  {c.name}: {c.command}" for c in wrong)])
+
+
+def target_doctor(name: str) -> tuple[list[Check], str]:
+    """Every check of a target, 'embedded' or a Hugging Face folder (or one with a config.json alone), and the table of layer ids where its family is known."""
+    folder = data_dir() / "targets" / "SmolLM2-135M-Instruct" if name == "embedded" else Path(name).expanduser()
+    try:
+        config = read_json(folder / "config.json")
+        text = config.get("text_config", config)
+        n_blocks, architecture = text["num_hidden_layers"], config["architectures"][0]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        what = f"no {error.args[0]}" if isinstance(error, KeyError) else str(error).splitlines()[0]
+        return [Check("config.json", False, f"{folder.name}: {what}", f"{_python()} -m eyas target" if name == "embedded" else "a folder that save_pretrained wrote")], ""
+    sizes = ", ".join(f"{word} {text[key]:,}" for word, key in (("hidden size", "hidden_size"), ("vocabulary", "vocab_size"), ("context", "max_position_embeddings")) if key in text)
+    checks = [
+        Check("config.json", True, f"{folder.name}: {architecture}, {n_blocks} blocks, {sizes}"),
+        *check_family(architecture),
+        *check_boundaries(architecture, n_blocks),
+        check_dtype(text, config),
+        check_code(config),
+        *check_tokenizer(folder, text.get("vocab_size", 0)),
+        check_weights(folder, config, Path("/proc/meminfo").read_text(encoding="utf-8")),
+        check_cpu(config, text),
+    ]
+    known = all(c.ok is not False for c in checks if c.name in ("architecture", "layer ids"))
+    triple = (2, n_blocks // 2, n_blocks - 3) if n_blocks >= 7 else None
+    return checks, "Its layer ids:\n" + round_trip_text(round_trip(n_blocks, architecture, triple)) if known else ""
+
+
+def check_family(architecture: str) -> list[Check]:
+    """Is it in SGLang as installed, can the capture plugin hook its blocks, can EAGLE3 feed from it, are its layer ids known?"""
+    found, engine = family(architecture), SGLANG.replace("sglang", "SGLang")
+    if found is None:
+        near = difflib.get_close_matches(architecture, architectures(), 3)
+        detail = f"{architecture} is none of the {len(architectures())} of {engine}" + f"; near: {', '.join(near)}" * bool(near)
+        return [Check("architecture", False, detail if architectures() else "no SGLang here to look in", "another target, or python -m eyas doctor where SGLang is missing")]
+    stack = f"{found.stack} of {found.file}.py, blocks {found.block}" if found.block else f"{found.stack or 'nothing'} of {found.file}.py: no blocks with a stage boundary"
+    setter = f"{SETTER} of {found.setter}" if found.setter else f"no {SETTER}: EAGLE3 cannot feed from it"
+    checks = [
+        Check("architecture", True, f"in {engine}: models/{found.file}.py"),
+        Check("capture", found.block is not None, stack, "patches/README.md: what the capture plugin hooks; another target"),
+        Check("EAGLE3", found.setter is not None, setter, f"another target: this one can be captured and studied, not served with a drafter by {engine}"),
+    ]
+    try:
+        checks.append(Check("layer ids", True, f"rule {rule(SGLANG, architecture)!r} of {engine}"))
+    except EyasError as error:
+        checks.append(Check("layer ids", False, error.found, "add it to FAMILIES of lib/eyas/layer_ids.py: the tests compare it with SGLang's own method"))
+    return checks
+
+
+def check_boundaries(architecture: str, n_blocks: int) -> list[Check]:
+    """Are there blocks enough for 2, N//2, N-3, and what are they to SGLang?"""
+    if n_blocks < 7:
+        return [Check("default boundaries", None, f"none with {n_blocks} blocks: 2, N//2, N-3 fall together; give -p boundaries B,B,B")]
+    triple = 2, n_blocks // 2, n_blocks - 3
+    try:
+        ids = f", ids {', '.join(map(str, engine_ids(triple, architecture, n_blocks)))} for {SGLANG.replace('sglang', 'SGLang')}"
+    except EyasError:
+        ids = ""
+    return [Check("default boundaries", True, f"{', '.join(map(str, triple))}{ids}; the last is {n_blocks}")]
+
+
+def check_dtype(text: dict, config: dict) -> Check:
+    """States are kept in the dtype that the server computes in; quantised weights are the server's business."""
+    dtype, quantised = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype"), _quantised(config, text)
+    detail = f"{dtype or 'not said'}" + f", weights quantised ({quantised}): states come as the server computes them, the drafter starts from what is not quantised" * bool(quantised)
+    return Check("dtype", True if dtype in ("bfloat16", "float32") else None, detail if dtype in ("bfloat16", "float32") else f"{detail}; serve it with -p dtype bfloat16 or float32")
+
+
+def check_code(config: dict) -> Check:
+    own = config.get("auto_map")
+    return Check("code of its own", None if own else True, "yes (auto_map): read it, then -p trust_remote_code true" if own else "none")
+
+
+def check_tokenizer(folder: Path, vocab_size: int) -> list[Check]:
+    """A conversation of two turns through the template, as extraction does it: is every answer supervised, and nothing else?"""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model")):
+        return [Check("tokenizer", None, "none in the folder: not looked at")]
+    if (folder / "tokenizer_config.json").is_file() and "auto_map" in read_json(folder / "tokenizer_config.json"):
+        return [Check("tokenizer", None, "has code of its own, which is not run here")]
+    try:
+        from transformers import AutoTokenizer
+
+        from eyas.prompts import Conversation, encode
+    except ImportError as error:
+        return [Check("tokenizer", None, f"not looked at: {error}")]
+    again = "copy the tokenizer's files of the model, chat_template.jinja among them, into its folder"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # whatever a tokenizer's files hold
+        return [Check("tokenizer", False, f"can't be loaded: {str(error).splitlines()[0]}", again)]
+    checks = [Check("tokenizer", not vocab_size or len(tokenizer) <= vocab_size, f"{type(tokenizer).__name__}, {len(tokenizer):,} tokens of {vocab_size:,}", again)]
+    turns = [{"role": role, "content": text} for role, text in (("user", "What is 2 + 2?"), ("assistant", "It is 4."), ("user", "And 3 + 3?"), ("assistant", "6, of course."))]
+    try:
+        sample = encode(Conversation("doctor", "chat", "doctor", "train", turns), tokenizer, 4096)
+        said, n = tokenizer.decode(sample.input_ids[sample.loss_mask].tolist()), int(sample.loss_mask.sum())
+        right = all(turn["content"] in said for turn in turns[1::2]) and not any(turn["content"] in said for turn in turns[::2])
+        checks.append(Check("chat template", right, f"{n} of {len(sample.input_ids)} tokens of two turns supervised" + ("" if right else f": {said!r}"), again))
+    except EyasError as error:
+        checks.append(Check("chat template", False, error.found, error.next_command or again))
+    return checks
+
+
+def check_weights(folder: Path, config: dict, meminfo: str) -> Check:
+    """Are they there, and do they fit into this machine's memory? (On a GPU it is the GPU's that counts.)"""
+    index = folder / "model.safetensors.index.json"
+    files = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
+    wanted = set(read_json(index)["weight_map"].values()) if index.is_file() else set(files)
+    available = 1024 * {line.split(":")[0]: int(line.split()[1]) for line in meminfo.splitlines()}["MemAvailable"]
+    if not wanted:
+        return Check("weights", None, "none in safetensors here: the rest is said of config.json alone")
+    if missing := sorted(wanted - set(files)):
+        return Check("weights", False, f"{len(missing)} of {len(wanted)} files missing: {_few(missing)}", "copy the rest of the model's folder")
+    size = sum(files.values())
+    detail = f"{bytes_text(size)} in {len(files)} files; {bytes_text(available)} of memory available here"
+    return Check("weights", size < available or None, detail + ("" if size < available else ": too large to be served by this machine's CPU"))
+
+
+def check_cpu(config: dict, text: dict) -> Check:
+    """What the plain CPU platform has kernels for; None with the reason where only a GPU serves it."""
+    quantised, kinds = _quantised(config, text), {*(text.get("layer_types") or [])} - {"full_attention", "sliding_attention"}
+    reasons = [f"quantised weights ({quantised})"] * bool(quantised) + [f"layers of type {', '.join(sorted(kinds))}"] * bool(kinds)
+    reasons += ["sparse attention (index_topk)"] * bool(text.get("index_topk"))
+    kind = "latent attention (MLA)" if text.get("kv_lora_rank") else "attention"
+    return Check("device cpu", None if reasons else True, f"not for {' and '.join(reasons)}: -p device cuda" if reasons else f"torch_native: {kind}, plain torch")
+
+
+def _quantised(config: dict, text: dict) -> str:
+    found = text.get("quantization_config") or config.get("quantization_config") or {}
+    return found.get("quant_method", "") if isinstance(found, dict) else str(found)
 
 
 def lock_path() -> Path:
@@ -166,7 +300,7 @@ def check_target() -> Check:
 
 def check_browser() -> Check:
     found = next((path for path in map(shutil.which, BROWSERS) if path), None)
-    return Check("browser", None, f"{Path(found).name}; only to look at pages" if found else "no chromium; nothing needs it, reports open in any browser")
+    return Check("browser", None, f"{Path(found).name}; only to test the reports" if found else "no chromium; only the test of the reports needs it, they open in any browser")
 
 
 def _installed(name: str) -> str | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch  # seconds to import, and most commands do without
 
+RUN_PARTS = ("store", "drafter", "export", "acceptance", "prompts", "server", "notebooks", "tune", "sweep", "jobs")  # folders of a run
 ROOT = Path(__file__).resolve().parents[2]  # the repository
 
 
