@@ -82,7 +82,7 @@ def test_what_may_be_tried():
                         ("max_prefill_tok:many", "max_prefill_tok = 'many'"), ("max_prefill_tok:100", "at least max_length"), ("nccl_proto:XX", "'LL128'")):
         with pytest.raises(EyasError, match=said):
             options(Config(tune_try=wrong))
-    assert {name for name, _ in options(Config())} == {"huge_pages", "server_threads", "max_prefill_tok", "omp_spin", "concurrency"}
+    assert {name for name, _ in options(Config())} == {"stream_interval", "huge_pages", "server_threads", "max_prefill_tok", "omp_spin", "concurrency"}
     assert {"nccl_proto", "nccl_algo", "nccl_nvls", "nccl_min_channels", "nccl_max_channels"} <= {name for name, _ in options(Config(device="cuda", tensor_parallel=8))}
     assert not any(name.startswith("nccl") for name, _ in options(Config(device="cuda")))
 
@@ -124,8 +124,9 @@ def test_settings_reach_the_command():
     assert "--enable-nccl-nvls" in command and "--disable-custom-all-reduce" in command
     plain, untouched = server_command(Config(device="cuda"), folder, (3,), 1, folder)
     assert not any(name.startswith("NCCL") for name in untouched) and not {"--attention-backend", "--mem-fraction-static", "--enable-nccl-nvls", "--disable-custom-all-reduce"} & set(plain)
-    _, cpu = server_command(Config(server_threads=3, omp_spin=0, huge_pages=True), folder, (3,), 1, folder)
+    command, cpu = server_command(Config(server_threads=3, omp_spin=0, huge_pages=True, stream_interval=8), folder, (3,), 1, folder)
     assert (cpu["OMP_NUM_THREADS"], cpu["GOMP_SPINCOUNT"], cpu["THP_MEM_ALLOC_ENABLE"]) == ("3", "0", "1")
+    assert command[command.index("--stream-interval") + 1] == "8" and "--stream-interval" not in plain
     assert server_command(Config(), folder, (3,), 1, folder)[1].keys().isdisjoint({"GOMP_SPINCOUNT", "THP_MEM_ALLOC_ENABLE"})
 
 

@@ -52,6 +52,7 @@ class Config:
     server_threads: int = _doc(0, "CPU threads of the server alone; 0: threads")
     omp_spin: int = _doc(-1, "CPU: rounds that an idle thread waits awake (GOMP_SPINCOUNT); -1: OpenMP's choice. More answer sooner, fewer leave the cores to others")
     huge_pages: bool = _doc(False, "CPU: weights and activations in pages of 2 MiB: fewer address look-ups, a little more memory")
+    stream_interval: int = _doc(1, "tokens between two messages of a streamed answer. More leave the cores to computing; the text comes in larger pieces")
     mem_fraction_static: float = _doc(0.0, "share of a GPU for weights and KV cache; 0: SGLang's choice. More: longer queues; less: room for a large prefill and for NCCL")
     attention_backend: str = _doc("", "attention kernels: fa3, flashinfer, flashmla, triton, ...; empty: SGLang's choice for model and GPU. Each has its fast phase, and its rounding")
     custom_all_reduce: bool = _doc(True, "GPUs: SGLang's own sum of up to 8 MiB, as decoding sends it: least latency; False: NCCL's for all, as the nccl_ settings say")
@@ -166,7 +167,7 @@ class Config:
                              ("loss", ("kl", "tv", "lk_alpha", "lk_lambda"))):
             need(getattr(self, name) in values, name, " or ".join(map(repr, values)))
         for name in ("threads", "max_total_tok", "context_tok", "max_new_tok", "train_samples", "heldout_samples", "max_length", "concurrency",
-                     "shard_mib", "draft_vocab_size", "draft_steps", "batch_tok", "speculative_num_steps", "speculative_eagle_topk", "speed_steps", "speed_topk", "baseline_prompts", "decode_prompts", "decode_new_tok", "tensor_parallel", "parity_samples", "tune_samples", "checkpoint_steps", "keep_checkpoints",
+                     "shard_mib", "draft_vocab_size", "draft_steps", "batch_tok", "speculative_num_steps", "speculative_eagle_topk", "speed_steps", "speed_topk", "baseline_prompts", "decode_prompts", "decode_new_tok", "tensor_parallel", "stream_interval", "parity_samples", "tune_samples", "checkpoint_steps", "keep_checkpoints",
                      "sweep_parallel", "sweep_threads", "sweep_seeds", "forward_size", "forward_tried"):
             need(getattr(self, name) >= 1, name, "at least 1")
         for name in ("epochs", "learning_rate", "step_decay", "server_timeout_s", "spool_gib", "request_timeout_s"):

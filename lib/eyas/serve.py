@@ -196,7 +196,7 @@ def server_command(config: Config, model: Path, boundaries: tuple[int, ...], por
         switches += ["--enable-nccl-nvls"] * config.nccl_nvls + ["--disable-custom-all-reduce"] * (not config.custom_all_reduce)
         chosen = {"NCCL_PROTO": config.nccl_proto, "NCCL_ALGO": config.nccl_algo, "NCCL_MIN_NCHANNELS": config.nccl_min_channels, "NCCL_MAX_NCHANNELS": config.nccl_max_channels}
         environment |= {name: str(value) for name, value in chosen.items() if value}
-    switches += ["--trust-remote-code"] * config.trust_remote_code
+    switches += ["--trust-remote-code"] * config.trust_remote_code + ["--stream-interval", str(config.stream_interval)] * (config.stream_interval > 1)
     command = [sys.executable, "-m", "sglang.launch_server"]
     for name, value in flags.items():
         command += [name, str(value)]

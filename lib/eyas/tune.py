@@ -50,7 +50,7 @@ MEASURES = ("prefill", "decode")
 LOOK_EARLY = 3  # rounds after which a change that loses is given up
 ROW_SAMPLES = 4  # whose rows are compared between settings
 QUANTILES = (0.5, 0.9)  # of the tokens of those
-TUNABLE = ("max_prefill_tok", "server_threads", "omp_spin", "huge_pages", "concurrency", "max_total_tok", "mem_fraction_static", "attention_backend", "custom_all_reduce",
+TUNABLE = ("max_prefill_tok", "server_threads", "omp_spin", "huge_pages", "stream_interval", "concurrency", "max_total_tok", "mem_fraction_static", "attention_backend", "custom_all_reduce",
            "nccl_proto", "nccl_algo", "nccl_min_channels", "nccl_max_channels", "nccl_nvls", "decode_graph_batch")  # fmt: skip
 SAME_SEARCH = (*TUNABLE, "device", "dtype", "tensor_parallel", "context_tok", "threads", "boundaries", "extra_boundaries", "seed", "prompt_set", "generate_responses", "train_samples",
                "heldout_samples", "max_length", "tune_rounds", "tune_samples", "tune_new_tok", "tune_together")  # fmt: skip
@@ -63,10 +63,10 @@ def options(config: Config) -> list[tuple[str, object]]:
     elif config.device == "cpu":
         cores = len(os.sched_getaffinity(0))
         threads = [n for n in (cores, max(1, cores // 2)) if n != (config.server_threads or config.threads)]
-        wanted = [("huge_pages", True), *(("server_threads", n) for n in threads), ("max_prefill_tok", 2048), ("omp_spin", 0), ("omp_spin", 3_000_000),
-                  ("concurrency", 2 * config.concurrency), ("concurrency", max(1, config.concurrency // 2)), ("max_prefill_tok", 4096)]  # fmt: skip
+        wanted = [("stream_interval", 8), ("max_prefill_tok", 2048), ("huge_pages", True), ("concurrency", 2 * config.concurrency), ("omp_spin", 3_000_000),
+                  *(("server_threads", n) for n in threads), ("omp_spin", 0), ("concurrency", max(1, config.concurrency // 2)), ("max_prefill_tok", 4096)]  # fmt: skip
     else:
-        wanted = [("attention_backend", "flashinfer"), ("attention_backend", "fa3"), ("max_prefill_tok", 8192), ("max_prefill_tok", 32768), ("concurrency", 2 * config.concurrency)]
+        wanted = [("stream_interval", 8), ("attention_backend", "flashinfer"), ("attention_backend", "fa3"), ("max_prefill_tok", 8192), ("max_prefill_tok", 32768), ("concurrency", 2 * config.concurrency)]
         if config.tensor_parallel > 1:
             wanted = [("nccl_nvls", True), ("nccl_proto", "LL128"), ("nccl_proto", "LL"), ("nccl_algo", "Ring"), ("nccl_algo", "Tree"), ("nccl_min_channels", 16),
                       ("nccl_max_channels", 8), ("custom_all_reduce", False), *wanted]  # fmt: skip
@@ -136,7 +136,8 @@ class Bench:
         self.starting: Future | None = None
 
     def side_config(self, side: int, config: Config) -> Config:
-        return replace(config, run_name=f"{self.config.run_name}-tune-{side}", server_url="", port=0, spool_dir="")
+        shared = {"mem_fraction_static": config.mem_fraction_static or 0.9} if config.device == "cpu" else {}  # of what is free at its start, which the other server takes from meanwhile
+        return replace(config, run_name=f"{self.config.run_name}-tune-{side}", server_url="", port=0, spool_dir="", **shared)
 
     def server(self, side: int, config: Config) -> Server:
         """The server of this side with these settings, started where it isn't up; fit for capture, and warm. EyasError: it failed, or would lose rows."""
