@@ -377,7 +377,7 @@ def test_the_saved_page_has_the_last_state_of_a_bar(lab):
     kernel, _ = lab
     outputs = kernel.run("from eyas.progress import Progress\nwith Progress(3) as progress:\n    for _ in range(3):\n        progress.update(samples=1, tok=1000)")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1", outputs=outputs)])
-    html = notebook_page(notebook, "t", "", "", "")
+    html = notebook_page(notebook, "t", "", "")
     assert html.count("<progress") == 1 and 'value="100.0"' in html and html.count("3/3 samples, 100 %") == 1 and "<script" not in html
 
 
