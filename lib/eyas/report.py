@@ -283,16 +283,15 @@ class Course:
         if not meant:
             return None
         later = sum(sum(s) for other, s in self.seconds.items() if other > name)
-        if len(meant) != len(seconds):
-            return max(0.0, sum(meant) - since_s) + later
-        at = max((i + 1 for i, s in enumerate(seconds) if s is not None), default=0)
-        done_s, meant_s = self.done_s + sum(s or 0.0 for s in seconds), self.meant_s + sum(meant[:at])
-        pace = done_s / meant_s if min(done_s, meant_s) > 10 else 1.0  # of this run, against the one before
-        return max(0.0, pace * sum(meant[at : at + 1]) - cell_s) + pace * (sum(meant[at + 1 :]) + later)
+        ran = seconds[: max((i + 1 for i, s in enumerate(seconds) if s is not None), default=0)]
+        if len(meant) != len(seconds):  # all of it as one cell
+            meant, ran, cell_s = [sum(meant)], [], since_s
+        done_s, meant_s = self.done_s + sum(s or 0.0 for s in ran), self.meant_s + sum(meant[: len(ran)])
+        pace = done_s / meant_s if min(done_s, meant_s) > 10 else 1.0  # of this run, against what was meant
+        return max(0.0, pace * sum(meant[len(ran) : len(ran) + 1]) - cell_s) + pace * (sum(meant[len(ran) + 1 :]) + later)
 
     def ended(self, name: str, seconds: list[float | None]) -> None:
-        meant = self.seconds.pop(name, [])
-        if len(meant) == len(seconds):
+        if meant := self.seconds.pop(name, []):
             self.done_s, self.meant_s = self.done_s + sum(s or 0.0 for s in seconds), self.meant_s + sum(meant)
 
 
