@@ -15,7 +15,8 @@ its steps accepted, one after the other (`meta_info.eyas_accepted`, by the plugi
 `speculative_num_steps` tokens more than are counted, so that an end of the text inside the last step shows, as our decoder sees it.
 
 `check` compares acceptance length and every position, paired by prompt; the boundaries that the running model feeds the drafter against those it was trained on;
-and the text against that of the same server without a drafter. In float32 all of it is equal to the last token, in bfloat16 rounding turns ties around.
+and the text against that of the same server without a drafter. Greedily and in float32 all of it is equal to the last token; in bfloat16 rounding turns
+ties around, and drawn texts are others, so there the intervals have to say it.
 Where an acceptance length is exactly 1, or is not ours, `causes` names what is known to do that.
 """
 
@@ -102,14 +103,14 @@ def count(answer: Answer, steps: int, max_new_tok: int) -> dict[str, int]:
 
 
 class Asker:
-    """Greedy answers of one server to the profile's prompts. EyasError: it is away, or refuses a prompt."""
+    """One server's answers to the profile's prompts, at its temperature (0: greedy). EyasError: it is away, or refuses a prompt."""
 
     def __init__(self, server: Server, config: Config, most: int):
-        self.server, self.n_tok = server, config.decode_new_tok + config.speculative_num_steps
+        self.server, self.n_tok, self.temperature = server, config.decode_new_tok + config.speculative_num_steps, config.temperature
         self._client = httpx.Client(base_url=server.url, timeout=config.request_timeout_s, limits=httpx.Limits(max_connections=most))
 
     def one(self, prompt: Prompt, n_tok: int = 0) -> Answer:
-        request = {"input_ids": prompt.input_ids, "sampling_params": {"max_new_tokens": n_tok or self.n_tok, "temperature": 0.0, "custom_params": {"eyas_accepted": True}}}
+        request = {"input_ids": prompt.input_ids, "sampling_params": {"max_new_tokens": n_tok or self.n_tok, "temperature": self.temperature, "custom_params": {"eyas_accepted": True}}}
         start = time.perf_counter()
         try:
             response = self._client.post("/generate", json=request)
@@ -210,7 +211,7 @@ def check(config: Config, target: Target, drafter: Drafter, prompts: list[Prompt
             texts = [answer.output_ids for answer in plain.all(prompts, config.concurrency, done)]
             if config.serve_timed_prompts:
                 rate = speed(plain, drafting, prompts[: config.serve_timed_prompts], config.seed)
-    table = compare_prompts(config, prompts, answers, ours, texts)
+    table = compare_prompts(config, prompts, answers, ours, texts if config.temperature == 0 else None)  # drawn texts are others every time
     record = summarise(config, target, drafter, status, trip, decoded, table)
     record["speed_ratio"], record["speed_prompts"] = rate, min(config.serve_timed_prompts, n) if rate else 0
     record["causes"] = causes(config, target, drafter, status, record, table)
@@ -230,11 +231,12 @@ def our_decoding(config: Config, prompts: list[Prompt]) -> tuple[dict, pd.DataFr
     record, table = read_json(path), pd.read_parquet(path.with_suffix(".parquet")).set_index("id")
     asked = {
         "drafter_run": config.judged.run_name, "eval_set": config.eval_set, "speculative_num_steps": config.speculative_num_steps,
-        "speculative_eagle_topk": config.speculative_eagle_topk, "speculative_num_draft_tokens": config.verified_tok, "temperature": 0.0, "max_new_tok": config.decode_new_tok,
+        "speculative_eagle_topk": config.speculative_eagle_topk, "speculative_num_draft_tokens": config.verified_tok, "speculative_use_rejection_sampling": config.speculative_use_rejection_sampling,
+        "temperature": config.temperature, "max_new_tok": config.decode_new_tok,
     }  # fmt: skip
     apart = [f"{name} {record['settings'].get(name)!r}, not {value!r}" for name, value in asked.items() if record["settings"].get(name) != value]
     if apart:
-        raise EyasError(f"run {config.run_name!r} decoded with other settings: {'; '.join(apart)}", "the same on both sides, and greedy", again)
+        raise EyasError(f"run {config.run_name!r} decoded with other settings: {'; '.join(apart)}", "the same on both sides", again)
     missing = [p.id for p in prompts if p.id not in table.index or table.loc[p.id, "prompt_tok"] != len(p.input_ids)]
     if missing:
         raise EyasError(f"run {config.run_name!r} decoded other prompts: {len(missing)} of {len(prompts)} are not among them, {missing[0]} first", "the same prompts, to be paired", again)
@@ -339,7 +341,8 @@ def causes(config: Config, target: Target, drafter: Drafter, status: dict, recor
     try:
         checkpoint, weights = read_json(path / "config.json"), load_file(path / "model.safetensors")
     except (OSError, SafetensorError) as error:
-        look(f"the checkpoint {path.name}", f"can't be read here: {type(error).__name__}", "readable, to look at it", False)
+        look(f"the checkpoint {path.name}", f"can't be read here: {type(error).__name__}", "readable, to look at it")
+        rows[-1]["ok"] = None
     else:
         rows += checkpoint_causes(checkpoint, weights, drafter)
     look("dtype: rounding turns ties around", status["dtype"], record["settings"]["decoded_dtype"])

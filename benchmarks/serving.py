@@ -1,0 +1,83 @@
+"""What a drafter does to the server's throughput, as ratios measured side by side: `.venv/bin/python benchmarks/serving.py --profile reference` (about 10 minutes on 2 cores,
+nothing else running; after `train`).
+
+Two servers of the same profile, one drafting and one not, in the profile's own dtype. In each round both answer the same prompts of the evaluation set, greedily, at 1, 4
+and 16 parallel requests; they take turns and the first turn, and the one that waits sleeps. A ratio is output tokens per second with the drafter over those without, its interval
+by bootstrap over rounds. More requests at a time fill the device, and a draft that is thrown away costs more: where the ratio falls below 1 is what one wants to know.
+"""
+
+import argparse
+import dataclasses
+import tempfile
+import time
+from pathlib import Path
+
+from eyas.acceptance import eval_prompts
+from eyas.config import Config
+from eyas.drafter import load_drafter
+from eyas.export import export_sglang
+from eyas.files import write_json
+from eyas.intervals import interval_text, ratio_interval
+from eyas.progress import Progress
+from eyas.serve import serving_up
+from eyas.served import Asker
+from eyas.target import load_target
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--profile", default="demo")
+    parser.add_argument("-p", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="override one setting of the profile")
+    parser.add_argument("--parallel", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--prompts", type=int, default=16, help="answered in each round; at 1 request at a time a quarter of them, others each round")
+    parser.add_argument("--out", type=Path, help="a JSON file for the numbers")
+    args = parser.parse_args()
+    config = Config.load(args.profile, **dict(args.p))
+    config = dataclasses.replace(config, port=0, decode_prompts=args.prompts)
+    target = load_target(config.target)
+    prompts = eval_prompts(config, target)
+    with tempfile.TemporaryDirectory(prefix="eyas-") as folder:
+        export = export_sglang(load_drafter(config.judged.drafter_dir, target), target, Path(folder) / "export")
+        with serving_up(config, None, Path(folder) / "plain", tied=True) as plain, serving_up(config, export, Path(folder) / "drafting", tied=True) as drafting:
+            askers = {"plain": Asker(plain, config, max(args.parallel)), "drafting": Asker(drafting, config, max(args.parallel))}
+            rows = measure(askers, prompts, args.parallel, args.rounds)
+    found = [summary(rows, parallel) for parallel in args.parallel]
+    for row in found:
+        print(f"{row['parallel']:3} at a time: {interval_text(row['ratio'])} times the tokens per second of the server without a drafter, acceptance length {row['acceptance_length']:.3f}; "
+              f"{row['rounds']} rounds, {row['plain_tok']:,} tokens, {row['plain_s']:.1f} s plain, {row['drafting_s']:.1f} s drafting; {config.dtype}, {config.threads} threads")
+    if args.out:
+        write_json(args.out, {"profile": args.profile, "dtype": config.dtype, "threads": config.threads, "max_new_tok": config.decode_new_tok, "rows": rows, "ratios": found})
+
+
+def measure(askers: dict[str, Asker], prompts: list, parallels: list[int], rounds: int) -> list[dict]:
+    """A row a round and number of parallel requests: seconds and output tokens of both, and what the drafting one's steps accepted."""
+    rows = []
+    for asker in askers.values():
+        asker.all(prompts, max(parallels))  # warm: prefixes cached, so that what is timed is decoding
+    with Progress(rounds * len(parallels), "rounds") as progress:
+        for n in range(rounds):
+            for parallel in parallels:
+                few = prompts if parallel > 1 else prompts[n % 4 :: 4] or prompts
+                row = {"round": n, "parallel": parallel}
+                for name in list(askers)[:: 1 if (n + parallel) % 2 else -1]:
+                    start = time.perf_counter()
+                    answers = askers[name].all(few, parallel)
+                    row[f"{name}_s"] = time.perf_counter() - start
+                    row[f"{name}_tok"] = sum(len(a.output_ids) for a in answers)
+                    row[f"{name}_steps"], row[f"{name}_accepted"] = sum(len(a.accepted) for a in answers), sum(sum(a.accepted) for a in answers)
+                rows.append(row)
+                progress.update(samples=1, tok=row["plain_tok"] + row["drafting_tok"])
+    return rows
+
+
+def summary(rows: list[dict], parallel: int) -> dict:
+    """Tokens per second drafting / plain: plain seconds, scaled to as many tokens, over drafting seconds; and the counts behind it."""
+    mine = [row for row in rows if row["parallel"] == parallel]
+    ratio = ratio_interval([row["plain_s"] * row["drafting_tok"] / row["plain_tok"] for row in mine], [row["drafting_s"] for row in mine], 0)
+    total = {name: sum(row[name] for row in mine) for name in ("plain_s", "plain_tok", "drafting_s", "drafting_tok", "drafting_steps", "drafting_accepted")}
+    return {"parallel": parallel, "rounds": len(mine), "ratio": ratio.as_dict(), "acceptance_length": 1 + total["drafting_accepted"] / max(total["drafting_steps"], 1)} | total
+
+
+if __name__ == "__main__":
+    main()
