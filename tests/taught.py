@@ -21,12 +21,13 @@ def teach(target, model, prompts: list[list[int]], boundaries: tuple[int, ...], 
     ids = torch.randperm(target.vocab_size)[:draft_vocab_size].sort().values if ids is None else ids
     drafter = Drafter(DrafterConfig.from_target(target, boundaries, len(ids)), DraftVocab(ids, target.vocab_size))
     drafter.embed_tokens.weight.data.copy_(target.embedding().float())
+    drafter.embed_tokens.requires_grad_(False)
     texts = []
     for prompt in prompts:
         tokens = prompt + greedy_decode(model, prompt, 30).tokens
         with TargetStream(model, boundaries) as stream, torch.no_grad():
             texts.append((torch.tensor(tokens), stream.forward(tokens, keep=1)[1].float()))
-    optimizer = torch.optim.Adam([p for name, p in drafter.named_parameters() if "embed" not in name], lr=3e-3)
+    optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=3e-3)
     for _ in range(15):
         for tokens, states in texts:
             hidden, loss = drafter.fuse(states[:-2]), 0.0

@@ -175,21 +175,21 @@ def test_no_drafter_there(world, tmp_path):
 
 
 @server
-def test_in_bfloat16_every_difference_is_a_tie(server, embedded, tmp_path, monkeypatch):
+def test_in_bfloat16_every_difference_is_a_tie(server, embedded, tmp_path):
     """Half of the prompts are those that the drafter was taught on. Where texts part, the plain server's two best were one bfloat16 step apart at most."""
     config, running = server
-    conversations = load_prompts(ROOT / "data_manifests" / "eyas_chat.jsonl").select("heldout", 6, seed=1)
+    conversations = load_prompts(ROOT / "data_manifests" / "eyas_chat.jsonl").select("heldout", 4, seed=1)
     prompts = [encode(c, embedded.tokenizer(), 512) for c in conversations]
     prompts = [p.input_ids[: int(p.loss_mask.nonzero()[0][0])].tolist() for p in prompts]
     model = decode.load_model(embedded, torch.float32, "cpu")
-    texts = [ids + greedy_decode(model, ids, NEW_TOK).tokens for ids in prompts[:3]]
-    drafter = teach(embedded, model, prompts[:3], (2, 15, 27), ids=torch.tensor(sorted({token for ids in texts for token in ids})), levels=2)
+    texts = [ids + greedy_decode(model, ids, NEW_TOK).tokens for ids in prompts[:2]]
+    drafter = teach(embedded, model, prompts[:2], (2, 15, 27), ids=torch.tensor(sorted({token for ids in texts for token in ids})), levels=2)
     folder = export_sglang(drafter, embedded, tmp_path / "export")
-    settings = Config.create(run_name="x", target=str(embedded.folder), dtype="bfloat16", max_total_tok=4096, context_tok=1024)
-    with serving_up(settings, folder, tmp_path / "server", tied=True) as up, ThreadPoolExecutor(6) as pool:
+    settings = Config.create(run_name="x", target=str(embedded.folder), dtype="bfloat16", threads=1, max_total_tok=4096, context_tok=1024)
+    with serving_up(settings, folder, tmp_path / "server", tied=True) as up, ThreadPoolExecutor(4) as pool:
         drafted = [*(ask(up.url, ids) for ids in prompts), *pool.map(lambda ids: ask(up.url, ids), prompts)]
     plain = [ask(running.url, ids, return_logprob=True, top_logprobs_num=2) for ids in prompts] * 2
-    assert sum(sum(accepted(a)) for a in drafted) > 60
+    assert sum(sum(accepted(a)) for a in drafted) > 40
     for ids, one, other in zip(prompts * 2, plain, drafted, strict=True):
         parts = [at for at, (a, b) in enumerate(zip(one["output_ids"], other["output_ids"])) if a != b]
         if parts:
