@@ -1,5 +1,6 @@
 """The notebooks as people live in them: each by itself on a real kernel, cells that are interrupted, jobs that outlive kernel and cell."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ from pathlib import Path
 from queue import Empty
 
 import nbformat
+import psutil
 import pytest
 import torch
 from jupyter_client.manager import start_new_kernel
@@ -285,6 +287,22 @@ def test_an_interrupt_leaves_the_real_server_serving(lab, server, server_data):
     assert running.process() is not None and running.status()["capture"]["boundaries"] == before["capture"]["boundaries"]
     assert not list(Path(before["capture"]["spool"]).iterdir()) and len(Store.open(store).samples()) < 61
     assert "failed 0" in text_of(kernel.run(cell)) and len(Store.open(store).samples()) == 61
+
+
+@pytest.mark.server
+def test_an_interrupt_while_the_server_starts_leaves_none(lab, target):
+    kernel, _ = lab
+    config, pids = Config.create(run_name="up", target=str(target.folder), boundaries=(2, 3)), []
+
+    def started(*_):
+        with contextlib.suppress(OSError):
+            pids.append(read_json(config.server_dir / "server.json")["pid"])
+        return bool(pids)
+
+    outputs = kernel.run(f"from eyas.config import Config\nfrom eyas.serve import server_up\nserver_up(Config.create(**{config.changed!r}))", when=started)
+    assert outputs[-1]["ename"] == "KeyboardInterrupt"
+    assert not psutil.pid_exists(pids[0]) or psutil.Process(pids[0]).status() == psutil.STATUS_ZOMBIE
+    assert not (config.server_dir / "server.json").exists()
 
 
 # ---- jobs

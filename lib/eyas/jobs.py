@@ -249,9 +249,10 @@ def _main(folder: Path, arguments: list[str]) -> int:
     except EyasError as error:
         print(f"eyas: {error}", file=sys.stderr)
         end = {"state": "failed", "code": 2, "found": error.found, "expected": error.expected, "next_command": error.next_command}
-    except KeyboardInterrupt:
-        print("eyas: stopped", file=sys.stderr)
-        end = {"state": "stopped", "code": INTERRUPTED}
+    except (KeyboardInterrupt, SystemExit) as error:
+        if isinstance(error, KeyboardInterrupt) or error.code == signal.SIGTERM:  # which is what Ray's own handler raises
+            print("eyas: stopped", file=sys.stderr)
+            end = {"state": "stopped", "code": INTERRUPTED}
     except BaseException:
         traceback.print_exc()
     write_json(folder / "end.json", end | {"ended": _now()})

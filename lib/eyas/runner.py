@@ -21,7 +21,7 @@ import psutil
 
 from eyas.errors import EyasError
 from eyas.files import ROOT, read_json, write_json
-from eyas.progress import bytes_text
+from eyas.progress import MARK, bytes_text
 
 CELL_TIMEOUT_S = 4 * 3600.0
 LAST_LINES = 15  # of a traceback or a log that run.json keeps
@@ -110,8 +110,9 @@ def place(output: Path) -> dict:
         at["seconds"].append(times.get("duration"))
         if cell["cell_type"] == "code" and times.get("start_time"):
             lines = [line for line in "".join(cell["source"]).splitlines() if line.strip()]
-            # a line of text alone: figures and tables have a text/plain too, which says nothing
-            said = [out["data"]["text/plain"] if "data" in out else out["text"] for out in cell["outputs"] if set(out.get("data", {})) == {"text/plain"} or "text" in out]
+            # a line of text alone, or a bar: figures and tables have a text/plain too, which says nothing
+            said = [out["data"]["text/plain"] if "data" in out else out["text"] for out in cell["outputs"]
+                    if "text" in out or set(out.get("data", {})) == {"text/plain"} or out.get("data", {}).get("text/html", "").startswith(MARK)]
             at |= {"cell": number, "source": (lines or [""])[0][:120], "said": "".join(said[-1] if said else "").strip().split("\n")[-1]}
     at["cells"] = len(cells)
     return at
