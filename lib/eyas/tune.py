@@ -345,7 +345,7 @@ def tune(config: Config, target: Target, prompts: PromptSet) -> dict:
     identity = json.loads(json.dumps(identity))
     with _alone(config.tune_dir):
         path = config.tune_dir / "search.json"
-        begun = read_json(path) if path.is_file() else identity
+        begun = read_json(path) if path.is_file() and any(config.tune_dir.glob("noise-*.json")) else identity  # without a trial nothing was begun
         different = [f"{name} = {begun.get(name)!r}, now {identity[name]!r}" for name in identity if begun.get(name) != identity[name]]
         if different:
             raise EyasError(f"the search of run {config.run_name!r} was begun with {'; '.join(different)}", "the same again", f"python -m eyas data rm {config.run_name} --part tune --yes, then begin anew")
