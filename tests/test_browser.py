@@ -11,7 +11,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from eyas import report, summary
+from eyas import pages, report, summary
 from eyas.doctor import BROWSERS
 from eyas.files import ROOT, read_json, write_json
 
@@ -51,13 +51,15 @@ def reports(tmp_path_factory):
     other = copy.deepcopy(reference) | {"run_name": "other", "profile": "other", "started": "2025-01-01T00:00:00+00:00", "notebooks": []}
     other["settings"] |= {"run_name": "other", "boundaries": [1, 2, 3]}
     for key in ("acceptance_length", "speed_ratio"):
-        other["headline"][key] = {"value": 1.1, "low": 1.0, "high": 1.2, "prompts": 12}
+        other["headline"][key] = {"value": 1.1, "low": 0.7, "high": 1.2, "prompts": 12}
     other["settings"]["threads"] = reference["settings"]["threads"] + 1
     write_json(reports / "other" / "run.json", other)
     for name, changes in (("killed", {"process": {"pid": 2**22 + 1, "created": 0.0}}), ("going", {"process": report.this_process()})):
         run = copy.deepcopy(reference) | {"run_name": name, "state": "running", "headline": None, "started": "2024-01-01T00:00:00+00:00"} | changes
         run["notebooks"] = [run["notebooks"][0] | {"state": "running", "page": None}]
         write_json(reports / name / "run.json", run)
+
+    (reports / "other" / "99_made.html").write_text(made_page())
 
     notebook = nbformat.v4.new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}})
     parameters = nbformat.v4.new_code_cell('run_name: str = "demo"  # name', metadata={"tags": ["parameters"]})
@@ -92,6 +94,21 @@ def page(browser):
     context.close()
     assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
     assert said == []
+
+
+def made_page() -> str:
+    """What is hard to show: a table of 30 columns, a line of 300 characters in text, in code and in an error, a figure twice as high as a sheet, coloured code."""
+    table = "<table>" + "".join("<tr>" + "".join(f"<td>{row * column * 1234567}</td>" for column in range(30)) + "</tr>" for row in range(3)) + "</table>"
+    drawing = '<svg xmlns="http://www.w3.org/2000/svg" width="1000" height="2400"><rect width="1000" height="2400" fill="#789"/></svg>'
+    display = nbformat.v4.new_output
+    cells = [
+        nbformat.v4.new_markdown_cell("# Can it be read?\n\n**Question.** " + 300 * "w" + "\n\n## The answer"),
+        nbformat.v4.new_code_cell("x = " + repr(300 * "c") + "  # and more", outputs=[display("stream", text="It can. " + 300 * "s")]),
+        nbformat.v4.new_code_cell("# Figure: a bar that is much higher than a sheet of paper\nplot()", outputs=[display("display_data", {"image/svg+xml": drawing})]),
+        nbformat.v4.new_code_cell("table", outputs=[display("execute_result", {"text/html": table, "text/plain": ""}, execution_count=1)]),
+        nbformat.v4.new_code_cell("1 / 0", outputs=[display("error", ename="E", evalue="e", traceback=["\x1b[31mred \x1b[94mblue \x1b[33myellow\x1b[0m " + 300 * "e"])]),
+    ]
+    return pages.notebook_page(nbformat.v4.new_notebook(cells=cells), "Can it be read?", "99_made, ok, " + 3 * "many words ", "")
 
 
 def wrong(page, where: str = "") -> list[str]:
@@ -179,9 +196,9 @@ def test_compare_two_runs(page, reports, width):
     run = read_json(reports / "reference" / "run.json")
     a = run["headline"]["acceptance_length"]
     row = view.locator("tr", has_text="Acceptance length").first.locator("td").all_inner_texts()
-    assert row[1].startswith(f"{a['value']:.2f} ({a['low']:.2f} to {a['high']:.2f})") and row[2] == "1.10 (1.00 to 1.20), 12 prompts"
+    assert row[1].startswith(f"{a['value']:.2f} ({a['low']:.2f} to {a['high']:.2f})") and row[2] == "1.10 (0.70 to 1.20), 12 prompts"
     d = 1.1 - a["value"]
-    low, high = d - (0.1**2 + (a["high"] - a["value"]) ** 2) ** 0.5, d + (0.1**2 + (a["value"] - a["low"]) ** 2) ** 0.5
+    low, high = d - (0.4**2 + (a["high"] - a["value"]) ** 2) ** 0.5, d + (0.1**2 + (a["value"] - a["low"]) ** 2) ** 0.5
     assert [float(n) for n in re.findall(r"[-+][\d.]+", row[3])] == pytest.approx([d, low, high], abs=0.0051)
     assert ("not told apart" in row[3]) == (low <= 0 <= high)
     speed = view.locator("tr", has_text="Speed ratio").first.locator("td").all_inner_texts()
@@ -243,7 +260,7 @@ def test_details_and_the_way_through_the_pages(page, reports, width):
 def test_on_paper(page, reports):
     """Light in a dark browser too, no buttons, no code, links to be seen, no figure higher than a page."""
     page.emulate_media(media="print", color_scheme="dark")
-    for path in (reports / "index.html", reports / "reference" / "05_acceptance.html", reports / "layers" / "06_layer_choice.html"):
+    for path in (reports / "index.html", reports / "reference" / "05_acceptance.html", reports / "layers" / "06_layer_choice.html", reports / "other" / "99_made.html"):
         page.goto(path.as_uri())
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
         assert page.locator("button:visible, details.code:visible, input:visible").count() == 0

@@ -101,6 +101,7 @@ def test_the_servers_own_acceptance_is_shown():
                         "served_speed_ratio": {"value": 1.223, "low": 1.111, "high": 1.334, "prompts": 8}}  # fmt: skip
     html, sent, text = shown(run)
     for part in (html, sent, text):
+        assert "Served by SGLang in bfloat16: acceptance length 1.78, 95 % interval 1.67 to 1.89, 40 prompts; serve it: 1.22 times the same server" in part
         assert "1.78" in part and "1.67 to 1.89" in part and "1.22" in part and "they agree" in part
     assert "Served" in BeautifulSoup(html, "html.parser").find("table").text
 

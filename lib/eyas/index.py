@@ -48,7 +48,7 @@ def _newest(run: dict) -> str:
     return "\n".join(filter(None, [
         f'<p class="answer{bad}">{escape(summary.sentence(run))}</p>',
         f'<p class="muted">Run <a href="#{_id(run)}">{escape(run["run_name"])}</a>, {escape(summary.when(run.get("started")))}.</p>',
-        _banners(run), tiles(run), _warning(run)]))  # fmt: skip
+        _banners(run), _served(run), tiles(run), _warning(run)]))  # fmt: skip
 
 
 def _table(runs: list[dict]) -> str:
@@ -65,7 +65,7 @@ def _table(runs: list[dict]) -> str:
         lines.append(f"<tr>{tick}{cells}</tr>\n")
     return (f'<div class="bar script"><label>Filter <input type="search" id="filter" placeholder="words, such as failed or a profile"></label><span id="count" class="muted" role="status"></span>'
             '<span class="muted">Tick two runs to compare them.</span></div>\n'
-            f'<div class="scroll"><table class="runs"><thead><tr><th class="script"></th>{heads}</tr></thead>\n<tbody>\n{"".join(lines)}</tbody></table></div>')
+            f'<div class="scroll"><table class="runs" aria-label="all runs"><thead><tr><th class="script"></th>{heads}</tr></thead>\n<tbody>\n{"".join(lines)}</tbody></table></div>')
 
 
 def _run_cell(run: dict) -> tuple[str, str]:
@@ -165,7 +165,7 @@ def _details(run: dict) -> str:
     headline = run.get("headline")
     if headline or state == "running" or (state == "ok" and not run.get("layer_choice")):
         parts.append(f'<p class="answer">{escape(summary.verdict(headline) if headline else summary.sentence(run))}</p>')
-    parts += [tiles(run), _warning(run)]
+    parts += [_served(run), tiles(run), _warning(run)]
     if run.get("layer_choice"):
         parts.append(f'<p class="answer">Which layers?</p><p>{escape(run["layer_choice"])}</p>')
     if run.get("command"):
@@ -188,6 +188,10 @@ def _banners(run: dict) -> str:
     word = {"failed": "failed", "died": "was killed", "interrupted": "was interrupted"}.get(run["state"], f"is {run['state']}")
     return (f'<div class="banner" role="alert"><p><strong>This run {word}.</strong> {escape(run.get("problem") or "")}</p>'
             f"<p>What to do: {_with_code(summary.what_to_do(run))}</p></div>")
+
+
+def _served(run: dict) -> str:
+    return f"<p>{escape(summary.served_lead(run))}</p>" if summary.served_lead(run) else ""
 
 
 def _warning(run: dict) -> str:
@@ -236,7 +240,7 @@ def _id(run: dict) -> str:
 def summary_page(run: dict) -> str:
     """summary.html: one file without links to others."""
     body = [f'<h1>Eyas run {escape(run["run_name"])} <span class="muted">{escape(summary.when(run.get("started")))}</span></h1>', _banners(run),
-            f'<p class="answer">{escape(summary.sentence(run))}</p>', f"<p>{escape(summary.lead(run))}</p>" if summary.lead(run) else "", _picture(run), _warning(run)]
+            f'<p class="answer">{escape(summary.sentence(run))}</p>', f"<p>{escape(summary.lead(run))}</p>" if summary.lead(run) else "", _served(run), _picture(run), _warning(run)]
     if summary.more(run):
         body.append(f"<p>{escape(summary.more(run))}</p>")
     if summary.table(run):

@@ -206,6 +206,15 @@ def lead(run: dict) -> str:
     return f"Acceptance length {block['value']:.2f} tokens per verify step, bonus token included{_comma_interval(block)}, {block.get('prompts', '?')} prompts." if block else ""
 
 
+def served_lead(run: dict) -> str:
+    """The answer of the server itself, where its speed or its acceptance was measured; ''."""
+    found = {m.key: b for m, b in numbers(run)}
+    length, ratio = found.get("served"), found.get("served_speed_ratio")
+    said = [f"acceptance length {length['value']:.2f}{_comma_interval(length)}, {length.get('prompts', '?')} prompts"] if length else []
+    said += [f"{answer(ratio)[0].lower()}{answer(ratio)[1:]}: {ratio['value']:.2f} times the same server without a drafter{_comma_interval(ratio)}, {ratio.get('prompts', '?')} prompts"] if ratio else []
+    return f"Served by SGLang{' in ' + length['dtype'] if length and 'dtype' in length else ''}: {'; '.join(said)}." if said else ""
+
+
 def notebook_states(run: dict) -> str:
     """01_server_setup ok, 02_extraction ok (earlier run), ..."""
     return ", ".join(f"{n['name']} {n['state']}{' (earlier run)' if n.get('earlier') else ''}" for n in run.get("notebooks") or [])
@@ -229,6 +238,8 @@ def markdown(run: dict) -> str:
         lines += [more(run), ""]
     if lead(run):
         lines += [lead(run), ""]
+    if served_lead(run):
+        lines += [served_lead(run), ""]
     if warning(run):
         lines += [f"**WARNING:** {warning(run)}", ""]
     if table(run):
