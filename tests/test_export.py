@@ -21,9 +21,11 @@ from test_formats import peer
 from tiny import make_tiny_target
 
 from eyas.cli import main
-from eyas.drafter import DraftCache, Drafter, DrafterConfig, ImportedConfig
+from eyas.config import Config
+from eyas.drafter import DraftCache, Drafter, DrafterConfig, ImportedConfig, load_drafter, read_record
 from eyas.errors import EyasError
 from eyas.export import export_sglang, export_speculators
+from eyas.files import sha256_file
 from eyas.formats import SpeculatorsV1
 from eyas.imported import read_checkpoint
 from eyas.layer_ids import ENGINES, FAMILIES, PLUS_ONE, SGLANG, engine_boundaries, engine_ids, round_trip, rule
@@ -428,6 +430,30 @@ def test_whose_ids(target, drafter, tmp_path):
     with pytest.raises(EyasError, match="--norm-before-residual yes"):
         read_checkpoint(forget("norm_before_residual"), target)
     assert read_checkpoint(tmp_path / "norm_before_residual", target, norm_before_residual=True).drafter.config.norm_before_residual
+
+
+def test_import_is_a_run_of_its_own(target, drafter, tmp_path, monkeypatch, capsys):
+    """The command writes an ordinary drafter, with its record; a second one is refused; what is judged is this run's store where that run has none."""
+    monkeypatch.setenv("EYAS_DATA", str(tmp_path / "data"))
+    folder = export_speculators(drafter, target, tmp_path / "theirs", 3)
+    config = json.loads((folder / "config.json").read_text())
+    config["transformer_layer_config"] |= {"sliding_window": 2048, "layer_types": ["sliding_attention"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    command = ["import-drafter", str(folder), "-p", "run_name", "theirs", "-p", "target", str(target.folder)]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "boundaries 2, 3, 4: layer ids [2, 3, 4] as speculators reads them" in out and "a window of 2,048 tokens" in out and "decode -p drafter_run theirs" in out
+    run = Config.create(run_name="theirs", target=str(target.folder))
+    agree(drafter, load_drafter(run.drafter_dir, target))
+    record = read_record(run.drafter_dir)["imported"]
+    assert record["folder"] == "theirs" and record["files"] == {"model.safetensors": sha256_file(folder / "model.safetensors")} and record["config"] == config
+    assert main(command) == 2 and "has a drafter already" in capsys.readouterr().err
+    given = ["-p", "run_name", "again", "-p", "boundaries", "1,2,3", "-p", "target", str(target.folder)]
+    assert main([*command[:2], *given]) == 0 and "boundaries 1, 2, 3: as given" in capsys.readouterr().out
+    judge = Config.create(run_name="mine", drafter_run="theirs")
+    assert judge.judged_store_dir == judge.store_dir and judge.judged.drafter_dir == run.drafter_dir
+    run.store_dir.mkdir()
+    assert judge.judged_store_dir == run.store_dir
 
 
 class Runs:

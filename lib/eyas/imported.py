@@ -42,7 +42,8 @@ class Checkpoint:
         config, o = self.drafter.config, self.origin
         norms = [name for name in ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output") if getattr(config, name)]
         return (f"{o['folder']}: {o['layout']} layout, D {config.draft_vocab_size:,} of {config.vocab_size:,}; {', '.join(norms) or 'no further norms'}; embedding {o['embedding']}\n"
-                f"boundaries {', '.join(map(str, config.boundaries))}: {o['boundaries_from']}")
+                f"boundaries {', '.join(map(str, config.boundaries))}: {o['boundaries_from']}"
+                + (f"\nits attention has a window of {o['sliding_window']:,} tokens, here it has none: the same for texts up to that" if o["sliding_window"] else ""))
 
 
 def import_drafter(folder: Path, target: Target, out: Path, ids_of: str = "", boundaries: tuple[int, ...] = (), norm_before_residual: bool | None = None) -> Checkpoint:
@@ -100,7 +101,8 @@ def read_checkpoint(folder: Path, target: Target, ids_of: str = "", boundaries: 
             raise EyasError(f"{name} is not finite", "numbers", "copy the checkpoint again")
     drafter.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     origin = {"folder": folder.name, "layout": SPECULATORS_LAYOUT if theirs else SGLANG_LAYOUT, "files": {path.name: sha256_file(path) for path in paths},
-              "config": record, "boundaries_from": said, "embedding": "its own" if own else "the target's"}
+              "config": record, "boundaries_from": said, "embedding": "its own" if own else "the target's",
+              "sliding_window": layer.get("sliding_window") if "sliding_attention" in (layer.get("layer_types") or []) else None}
     return Checkpoint(drafter.eval(), origin)
 
 
@@ -125,7 +127,7 @@ def _check_kind(name: str, record: dict, layer: dict, eagle: dict, theirs: bool)
     if theirs and layer.get("model_type") != "llama":
         raise EyasError(f"{name!r} has a draft layer of type {layer.get('model_type')!r}", "'llama'")
     extra = [part for part in UNSUPPORTED if layer.get(part)] + ["tie_word_embeddings"] * bool(record.get("tie_word_embeddings"))
-    extra += [f"hidden_act {layer['hidden_act']}"] * (layer.get("hidden_act", "silu") != "silu") + ["sliding_window"] * ("sliding_attention" in (layer.get("layer_types") or []))
+    extra += [f"hidden_act {layer['hidden_act']}"] * (layer.get("hidden_act", "silu") != "silu")
     if extra or layer.get("num_hidden_layers") != 1 or not eagle.get("use_aux_hidden_state", True):
         what = ", ".join(extra) or f"{layer.get('num_hidden_layers')} layers or no captured boundaries"
         raise EyasError(f"{name!r} is a drafter with {what}", "one layer, captured boundaries, and none of these switches")
