@@ -19,7 +19,7 @@ from eyas.errors import EyasError
 from eyas.files import ROOT, read_json, seal, write_json, write_text
 from eyas.plots import plot_tuning
 from eyas.serve import server_command, server_up
-from eyas.tune import Rows, _check_rows, find_result, how_to_tune, moved, noise_bound, options, paired_ratio, profile_text, summary, trials_table, tune, verdict
+from eyas.tune import Rows, Search, _check_rows, find_result, how_to_tune, moved, noise_bound, options, paired_ratio, profile_text, summary, trials_table, tune, verdict
 from test_crashes import write_prompts
 from tiny import make_tiny_target
 
@@ -174,6 +174,45 @@ def test_what_a_result_says(data):
     assert list(table["change"]) == ["the same settings twice", "max_prefill_tok 2048", "huge_pages true", "all that was kept, in new servers"] and table["why"][2] == "the server died ... log"
     ax = plot_tuning(table, {m: r["noise"] for m, r in found["measured"].items()})
     assert len(ax.get_yticks()) == 4
+
+
+# --- the walk over the options, with trials whose outcome is given
+
+
+class Given(Search):
+    """Trials of a table of speeds: settings -> speed; noise is 1 %."""
+
+    def __init__(self, config, speeds):
+        self.config, self.folder, self.records, self.side, self.speeds = config, config.tune_dir, [], 0, speeds
+
+    def trial(self, kind, kept, tried, noise=None):
+        ratio = {"value": 1.0, "low": 0.99, "high": 1.01} if kind == "noise" else dict.fromkeys(("value", "low", "high"), self.speeds(tried) / self.speeds(kept))
+        state = "kept" if kind == "change" and verdict({"prefill": ratio, "decode": ratio}, noise)[0] else "not kept"
+        record = {"kind": kind, "kept": kept, "tried": tried, "state": state, "reason": "", "seconds": 60.0, "prefill": {"ratio": ratio}, "decode": {"ratio": ratio}}
+        self.records.append(record)
+        return record
+
+
+def test_the_walk_combines_what_helps_and_ends(data, capsys):
+    def speed(settings):  # each helps, together more; a concurrency that helps only with the other one
+        return 1 + 0.1 * (settings.get("max_prefill_tok") == 2048) + 0.2 * settings.get("huge_pages", False) * (1 + (settings.get("concurrency") == 32))
+
+    config = Config(tune_minutes=1000, tune_trials=1000, tune_try="concurrency:32 max_prefill_tok:2048,4096 huge_pages:true")
+    kept, noise, ended = (search := Given(config, speed)).walk()
+    assert kept == {"max_prefill_tok": 2048, "huge_pages": True, "concurrency": 32} and ended == "everything tried" and noise["decode"] == pytest.approx(1 / 0.99)
+    assert search.records[1]["state"] == "not kept" and search.records[1]["tried"] == {"concurrency": 32}, "it is tried again beside the others"
+    assert Given(Config(tune_minutes=1000, tune_trials=2, tune_try=config.tune_try), speed).walk()[::2] == ({"max_prefill_tok": 2048}, "2 trials made (tune_trials)")
+    assert Given(Config(tune_minutes=4, tune_try=config.tune_try), speed).walk()[::2] == ({"max_prefill_tok": 2048}, "4 minutes spent (tune_minutes)")
+    assert Given(Config(tune_trials=0), speed).walk()[::2] == ({}, "0 trials made (tune_trials)")
+    assert Given(config, lambda settings: 1.0).walk()[0] == {}
+
+
+def test_a_walk_in_circles_ends(data, capsys):
+    """Whatever is tried looks better than what is there."""
+    search = Given(Config(tune_minutes=1000, tune_trials=1000, tune_try="concurrency:8,32"), None)
+    seen = iter(range(1, 1000))
+    search.speeds = lambda settings: float(next(seen)) ** -1
+    assert search.walk()[2] == "everything tried" and len(search.records) < 6
 
 
 # --- the search itself, with real servers

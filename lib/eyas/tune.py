@@ -141,7 +141,7 @@ class Bench:
 
     def server(self, side: int, config: Config) -> Server:
         """The server of this side with these settings, started where it isn't up; fit for capture, and warm. EyasError: it failed, or would lose rows."""
-        if side in self.up and self.up[side][0] == config:
+        if side in self.up and self.up[side][0] == config and self.alive(side):
             return self.up[side][1]
         for other in (side,) if self.config.tune_together else (0, 1):
             self.down(other)
@@ -160,6 +160,10 @@ class Bench:
         """EyasError: the server that was begun failed."""
         if self.starting is not None:
             self.starting.result()
+
+    def alive(self, side: int) -> bool:
+        """False: the server of this side has died."""
+        return side not in self.up or self.up[side][1].process() is not None
 
     def down(self, side: int) -> None:
         if side in self.up:
@@ -239,7 +243,7 @@ class Search:
                 self.bench.ready()
                 measured, rows = self._measure(first, second, reference, early=kind == "change")
             except (SampleError, EyasError) as error:
-                if kind != "change":
+                if kind != "change" or not self.bench.alive(self.side):  # then the fault isn't the change's
                     raise
                 self.bench.down(1 - self.side)
                 record |= {"state": "refused", "reason": getattr(error, "found", str(error))[:2000]}
@@ -282,11 +286,12 @@ class Search:
         first = self.trial("noise", {}, {})
         print(line(first), flush=True)
         noise, kept = {m: noise_bound(first[m]["ratio"]) for m in MEASURES}, {}
+        been = [{}]  # never back to what was left for something better: two settings that only noise tells apart would go round for ever
         while True:
             before = dict(kept)
             for name, value in options(config):
                 tried = _without_defaults(config, kept | {name: value})
-                if tried == kept:
+                if tried in been:
                     continue
                 if not self.known("change", kept, tried).is_file():  # one that was made costs nothing
                     changes = [r for r in self.records if r["kind"] == "change"]
@@ -299,6 +304,7 @@ class Search:
                 print(line(record), flush=True)
                 if record["state"] == "kept":
                     kept, self.side = tried, 1 - self.side
+                    been.append(kept)
             if kept == before:
                 return kept, noise, "everything tried"
 
@@ -415,7 +421,7 @@ def line(record: dict) -> str:
 def why(record: dict) -> str:
     """The reason in a line: of a server's log, its last one."""
     lines = [text.strip() for text in record["reason"].splitlines() if text.strip()]
-    return lines[0] if len(lines) < 2 else f"{lines[0].rstrip(':')} ... {lines[-1][:160]}"
+    return "".join(lines) if len(lines) < 2 else f"{lines[0].rstrip(':')} ... {lines[-1][:160]}"
 
 
 def trial_name(record: dict) -> str:
