@@ -117,7 +117,11 @@ def start(config: Config, command: str) -> Job:
         arguments = [command, "--profile", str(job.folder / "settings.yaml")]
         with open(job.log, "wb") as log:
             process = subprocess.Popen([sys.executable, "-u", "-m", "eyas.jobs", str(job.folder), *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        write_json(job.folder / "job.json", {"command": arguments, "pid": process.pid, "ticks": started_ticks(process.pid), "started": _now()})
+        try:
+            write_json(job.folder / "job.json", {"command": arguments, "pid": process.pid, "ticks": started_ticks(process.pid), "started": _now()})
+        except BaseException:  # a full disk, an interrupt: nothing goes on of which nobody knows
+            process.kill()
+            raise
     return job
 
 
@@ -185,7 +189,7 @@ def list_jobs(run_name: str = "") -> list[Job]:
 def find_job(config: Config, command: str) -> Job:
     job = Job(job_dir(config, command))
     if not (job.folder / "job.json").is_file():
-        raise EyasError(f"run {config.run_name!r} has no job {command!r}", "one that was started from a notebook or with `job start`", f"python -m eyas job start {command}")
+        raise EyasError(f"run {config.run_name!r} has no job {command!r}", "one that was started from a notebook or with `job start`", f"python -m eyas job start {command} -p run_name {config.run_name}")
     return job
 
 
