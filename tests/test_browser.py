@@ -182,6 +182,15 @@ def test_sort_and_filter(page, reports, width):
         assert page.locator("#count").inner_text() == (f"{len(found)} of {len(every)} runs" if words else "")
 
 
+def differs(text: str, x: dict, y: dict) -> tuple[float, float]:
+    """The text says y - x with the interval of a difference of independent numbers; gives that interval."""
+    d = y["value"] - x["value"]
+    low = d - ((y["value"] - y["low"]) ** 2 + (x["high"] - x["value"]) ** 2) ** 0.5
+    high = d + ((y["high"] - y["value"]) ** 2 + (x["value"] - x["low"]) ** 2) ** 0.5
+    assert [float(n) for n in re.findall(r"[-+][\d.]+", text)] == pytest.approx([d, low, high], abs=0.0051)
+    return low, high
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_compare_two_runs(page, reports, width):
     page.set_viewport_size({"width": width, "height": 900})
@@ -197,9 +206,8 @@ def test_compare_two_runs(page, reports, width):
     a = run["headline"]["acceptance_length"]
     row = view.locator("tr", has_text="Acceptance length").first.locator("td").all_inner_texts()
     assert row[1].startswith(f"{a['value']:.2f} ({a['low']:.2f} to {a['high']:.2f})") and row[2] == "1.10 (0.70 to 1.20), 12 prompts"
-    d = 1.1 - a["value"]
-    low, high = d - (0.4**2 + (a["high"] - a["value"]) ** 2) ** 0.5, d + (0.1**2 + (a["value"] - a["low"]) ** 2) ** 0.5
-    assert [float(n) for n in re.findall(r"[-+][\d.]+", row[3])] == pytest.approx([d, low, high], abs=0.0051)
+    other = {"value": 1.1, "low": 0.7, "high": 1.2}
+    low, high = differs(row[3], a, other)
     assert ("not told apart" in row[3]) == (low <= 0 <= high)
     speed = view.locator("tr", has_text="Speed ratio").first.locator("td").all_inner_texts()
     assert speed[3] == "no difference of the drafters: other threads", "which is another condition, not another drafter"
@@ -215,7 +223,9 @@ def test_compare_two_runs(page, reports, width):
     assert not view.is_visible() and not tick["layers"].is_checked()
 
     page.goto("about:blank")
-    page.goto((reports / "index.html").as_uri() + "#compare=layers,reference")  # as somebody was sent it
+    page.goto((reports / "index.html").as_uri() + "#compare=other,reference")  # as somebody was sent it
+    differs(view.locator("tr", has_text="Acceptance length").first.locator("td").last.inner_text(), other, a)
+    page.goto((reports / "index.html").as_uri() + "#compare=layers,reference")
     assert view.is_visible() and page.locator("#compared").inner_text() == "layers and reference" and tick["layers"].is_checked()
     page.goto((reports / "index.html").as_uri() + "#compare=layers,nobody")
     assert not view.is_visible()
