@@ -44,7 +44,7 @@ def operations():
 
 
 def test_operations_equal_sglangs_kernels(operations):
-    assert set(operations["equal"]) == {"select_top_k_tokens", "build_tree", "verify_greedy", "fill_front", "fill_accept", "bonus_tokens", "draft_slots", "verify_slots", "write_slots", "keep"}
+    assert set(operations["equal"]) == {"select_top_k_tokens", "build_tree", "verify_greedy", "fill_front", "fill_accept", "bonus_tokens", "draft_slots", "verify_slots", "write_slots", "keep", "linear"}
     assert not operations["missing"]
 
 

@@ -48,6 +48,11 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def is_pin_memory_available(self, device=None) -> bool:
         return False
 
+    def post_load_model(self, model) -> None:
+        from eyas_cpu.linear import use_in
+
+        use_in(model)
+
     def init_backend(self) -> None:
         """Called in each worker, before a model runner chooses its attention."""
         from sglang.srt.layers.attention import attention_registry
