@@ -176,7 +176,8 @@ def test_no_server_is_left(world, checked):
 def test_three_sides(world, checked):
     decoded = read_json(world[0].acceptance_dir / "acceptance.json")
     walked = decoded | {"counts": {"samples": 4}}
-    found = sides(walked, decoded, checked.record)
+    found = sides(walked, checked.record)
+    assert found[1]["survival"] == [p["survival"] for p in decoded["by_position"]] and found[1]["acceptance_length"] == decoded["acceptance_length"]
     table = side_table(found)
     assert table.shape == (1 + STEPS, 4) and (table.iloc[:, 2] == table.iloc[:, 3]).all()
     assert len(plots.plot_sides(found).get_legend().get_texts()) == 3
@@ -246,7 +247,7 @@ def test_what_the_server_says_of_itself_is_looked_at(world, checked):
 
 
 @server
-def test_served_with_a_fault(world, checked, tmp_path):
+def test_served_with_a_fault(world, tmp_path):
     """A real server of a checkpoint with d2t absolute and half of the weights dropped, as a server of one's own: less is accepted, and both are named."""
     config, target, drafter, prompts = world
     bad = broken(broken(export_sglang(drafter, target, tmp_path / "export"), "d2t", tmp_path / "d2t"), "names", tmp_path / "both")
@@ -255,7 +256,7 @@ def test_served_with_a_fault(world, checked, tmp_path):
         shutil.copytree(config.acceptance_dir, own.acceptance_dir)
         found = check(own, target, drafter, prompts)
     assert found.record["off"] and not found.passed and found.record["identical"] is None
-    assert found.record["acceptance_length"]["value"] < checked.record["acceptance_length"]["value"]
+    assert 1 <= found.record["acceptance_length"]["value"] < found.record["decoded"]["acceptance_length"]["value"] - 0.3
     wrong = cause_table(found.record)
     wrong = wrong[wrong[""] == "LOOK"]
     assert {"absolute target ids", "layers.0.ffn.down_proj.weight, layers.0.ffn.gate_proj.weight, layers.0.ffn.up_proj.weight"} <= set(wrong["found"])

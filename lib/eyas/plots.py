@@ -658,5 +658,5 @@ def plot_sides(found: list[dict], ax: Axes | None = None) -> Axes:
         ax.set_ylim(bottom=0)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        ax.legend(loc="upper right")
+        ax.legend(loc="upper left", bbox_to_anchor=(0, -0.16))
     return ax

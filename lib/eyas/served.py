@@ -425,12 +425,13 @@ def round_trip_table(record: dict) -> pd.DataFrame:
     ])  # fmt: skip
 
 
-def sides(walked: dict, decoded: dict, served: dict) -> list[dict]:
-    """Offline estimate, our decoding and the server, from walk.json, acceptance.json and served.json: {"name", "acceptance_length", "survival" by position}."""
+def sides(walked: dict, served: dict) -> list[dict]:
+    """Offline estimate (walk.json), our decoding and the server on the same prompts (served.json): {"name", "acceptance_length", "survival" by position}."""
+    n = served["counts"]["prompts"]
     return [
         {"name": f"offline estimate, {walked['counts']['samples']} samples", "acceptance_length": walked["acceptance_length"], "survival": [p["survival"] for p in walked["by_position"]]},
-        {"name": f"our decoding, {decoded['counts']['prompts']} prompts", "acceptance_length": decoded["acceptance_length"], "survival": [p["survival"] for p in decoded["by_position"]]},
-        {"name": f"the server, {served['counts']['prompts']} prompts", "acceptance_length": served["acceptance_length"], "survival": [p["server"] for p in served["by_position"]]},
+        {"name": f"our decoding, {n} prompts", "acceptance_length": served["decoded"]["acceptance_length"], "survival": [p["ours"] for p in served["by_position"]]},
+        {"name": f"the server, {n} prompts", "acceptance_length": served["acceptance_length"], "survival": [p["server"] for p in served["by_position"]]},
     ]  # fmt: skip
 
 
