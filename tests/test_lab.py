@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -188,6 +189,20 @@ def test_03_runs_where_its_store_is(lab, target, capture):
     outputs, error = kernel.notebook("03_shard_inspection", run_name="tiny", target=str(target.folder), draft_vocab_size=40)
     assert error is None, error
     assert "48 samples, boundaries 2, 3, 6" in text_of(outputs)
+
+
+def test_04_runs_where_its_store_is(lab, target):
+    """Its training is a job, whose words and bar stand in the notebook."""
+    kernel, _ = lab
+    values = tiny_settings(target, epochs=4.0, without_parity=True)
+    config = Config.create(**values)
+    test_train.write_store(config.store_dir, target)
+    outputs, error = kernel.notebook("04_training", **values)
+    assert error is None, error
+    assert "optimiser steps" in text_of(outputs) and "held-out acceptance length, offline walk of 3 drafts" in text_of(outputs)
+    (bar,) = bars_of(outputs)
+    assert re.match(r"(\d+)/\1 steps, 100 %", bar["text/plain"]) and jobs.list_jobs()[0].state == "done"
+    assert sum("image/svg+xml" in o.get("data", {}) for o in outputs) >= 4, "its figures"
 
 
 # ---- interrupted cells
