@@ -8,13 +8,15 @@ drawn many times and printed as counts, for the caller to compare with the targe
 
 import json
 
+import eyas_cpu
 import torch
 from eyas_cpu import eagle, linear
+from eyas_cpu.platform import PlainCpuPlatform
 from sglang.kernels.ops.speculative import cache_locs, spec_tree
 from sglang.kernels.ops.speculative import eagle as sglang_eagle
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.mem_cache import allocation
-from sglang.srt.speculative import spec_utils
+from sglang.srt.speculative import eagle_utils, spec_utils
 from sglang.srt.speculative.eagle_utils import organize_draft_results
 
 SETTINGS = [(1, 1, 2), (3, 1, 4), (5, 1, 6), (1, 3, 4), (2, 2, 5), (3, 3, 10), (4, 4, 8), (3, 4, 13), (3, 2, 2)]  # steps, topk, tokens of a verify step
@@ -142,9 +144,21 @@ def products() -> None:
     equal["linear"] = 4
 
 
+def gone() -> list[str]:
+    """What the plugin's own check says: of this SGLang, of one where an operation takes something else, of one whose platforms are not asked for something."""
+    said, there = [eyas_cpu.check()["detail"]], eagle_utils.build_tree_kernel_efficient_func
+    eagle_utils.build_tree_kernel_efficient_func = lambda parents: None
+    said.append(eyas_cpu.check()["detail"])
+    eagle_utils.build_tree_kernel_efficient_func = there
+    PlainCpuPlatform.get_what_is_gone = lambda self: None
+    said.append(eyas_cpu.check()["detail"])
+    del PlainCpuPlatform.get_what_is_gone
+    return said
+
+
 torch.manual_seed(0)
 products()
 trees()
 slots()
 kept()
-print(json.dumps({"equal": equal, "sampled": sampled(), "missing": eagle.missing()}))
+print(json.dumps({"equal": equal, "sampled": sampled(), "said": gone()}))

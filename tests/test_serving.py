@@ -45,7 +45,12 @@ def operations():
 
 def test_operations_equal_sglangs_kernels(operations):
     assert set(operations["equal"]) == {"select_top_k_tokens", "build_tree", "verify_greedy", "fill_front", "fill_accept", "bonus_tokens", "draft_slots", "verify_slots", "write_slots", "keep", "linear"}
-    assert not operations["missing"]
+
+
+def test_the_plugins_check_names_what_is_gone(operations):
+    whole, operation, seam = operations["said"]
+    assert "EAGLE3: 13 functions" in whole
+    assert operation.endswith("eagle_utils.build_tree_kernel_efficient_func") and seam.endswith(": get_what_is_gone")
 
 
 def test_sampled_verification_has_the_targets_distribution(operations):

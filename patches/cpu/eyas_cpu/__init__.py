@@ -35,7 +35,8 @@ def check() -> dict:
     from eyas_cpu.eagle import OPS, missing, worker_class
 
     worker_class()
-    gone = missing()
+    platform = type(current_platform)
+    gone = [name for name in vars(platform) if not name.startswith("_") and not any(hasattr(base, name) for base in platform.__bases__)] + missing()
     if gone:
-        return found | {"detail": "EAGLE3: not as in SGLang " + f"{', '.join(SGLANG_VERSIONS)}: {', '.join(gone)}"}
+        return found | {"detail": f"not as in SGLang {', '.join(SGLANG_VERSIONS)}: {', '.join(gone)}"}
     return found | {"ok": True, "detail": f"SGLang runs on the plain CPU platform; EAGLE3: {len(OPS)} functions to put in place"}

@@ -29,12 +29,6 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         return algorithm == "EAGLE3"
 
-    def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
-        return algorithm == "EAGLE3" and backend == "torch_native"
-
-    def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
-        return "torch_native"
-
     def get_speculative_worker_cls(self, algorithm: str) -> type:
         from eyas_cpu.eagle import worker_class
 
