@@ -149,7 +149,7 @@ def test_memory_that_the_operating_system_takes_back(tmp_path, small_group):
     record, html = run(tmp_path, f"import os\nopen({str(small_group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))", "held = b'x' * 2**30", "print('never')")
     assert record["return_code"] == runner.EXIT_KERNEL_DIED
     problem = failed(record, html, tmp_path)
-    assert problem["kind"] == "the kernel died, by signal 9 (SIGKILL)" and problem["source"] == "held = b'x' * 2**30"
+    assert problem["kind"] == "the kernel died, by signal 9 (SIGKILL): memory ran out" and problem["source"] == "held = b'x' * 2**30"
     assert problem["memory_kills"] >= 1 and "memory ran out" in problem["what_to_do"] and "The operating system killed" in problem["what_to_do"]
 
 
@@ -349,7 +349,7 @@ def test_stopped_and_killed(tmp_path):
         mark.unlink(missing_ok=True)
         with open(said, "w") as out:
             process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT / "lib")}, stdout=out)
-        until(lambda: mark.exists(), 120)
+        until(lambda: mark.exists(), 300)
         started = [int(pid) for pid in mark.read_text().split()]
         for where in (reports, tmp_path / "elsewhere"):
             with pytest.raises(EyasError, match=f"'tiny' is going on .process {process.pid}"):
@@ -360,8 +360,8 @@ def test_stopped_and_killed(tmp_path):
         for sign in signs:
             process.send_signal(sign)
             time.sleep(0.2)
-        process.wait(60)
-        until(lambda: not [pid for pid in started if Path(f"/proc/{pid}").exists()], 30)
+        process.wait(120)
+        until(lambda: not [pid for pid in started if Path(f"/proc/{pid}").exists()], 60)
         record = read_json(reports / "tiny" / "run.json")
         assert record["state"] == state and "first" in (reports / "tiny" / "01_tiny.html").read_text()
         if state == "interrupted":

@@ -77,6 +77,8 @@ def execute(path: Path, output: Path, parameters: dict, cell_timeout_s: float = 
     problem = read_json(result) if result.is_file() else _runner_killed(child.returncode, log)
     at = place(output)
     kills = None if kills_before is None else memory_kills() - kills_before
+    if kills and "SIGKILL" in problem["kind"]:
+        problem["kind"] += ": memory ran out"
     return child.returncode, problem | {name: at[name] for name in ("cell", "cells", "source")} | {"memory_kills": kills}
 
 
@@ -197,7 +199,7 @@ def _one(spec_path: Path) -> int:
     except papermill.PapermillExecutionError as error:
         return failed("exception", error.ename, error.evalue, "\n".join(error.traceback), EXIT_EXCEPTION)
     except DeadKernelError as error:
-        return failed("the kernel died" + (f", {_ended(Kernel.ended)}" if Kernel.ended is not None else ""), "DeadKernelError", str(error), str(error), EXIT_KERNEL_DIED)
+        return failed("the kernel died" + (f", {_ended(Kernel.ended)}" if Kernel.ended is not None else ""), "", "", str(error), EXIT_KERNEL_DIED)
     except CellTimeoutError as error:
         return failed(f"a cell took longer than {spec['cell_timeout_s']:g} s", "CellTimeoutError", "", str(error), EXIT_TIMEOUT)
     finally:
