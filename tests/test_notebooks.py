@@ -135,4 +135,4 @@ def said(notebook) -> list[tuple[str, list[str]]]:
     return found
 
 
-MEASURED = r"[\d.,]+ (?:\w+/s|s\b|ms\b)|\d+:\d\d(?::\d\d)?(?: left)?|\d{4}-\d\d-\d\d[T ][\d:.]+|#?\b[a-zA-Z]{0,3}_?[0-9a-f]{10,}\b|pid \d+|0x[0-9a-f]+"
+MEASURED = r'[\d.,]+ (?:\w+/s|s\b|ms\b)|\d+:\d\d(?::\d\d)?(?: left)?|\d{4}-\d\d-\d\d[T ][\d:.]+|#?\b[a-zA-Z]{0,3}_?[0-9a-f]{10,}\b|pid \d+|0x[0-9a-f]+|T_[0-9a-f]{5}(?=[_"])'
