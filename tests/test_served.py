@@ -21,7 +21,7 @@ from eyas.errors import EyasError
 from eyas.export import engine_boundaries, export_sglang
 from eyas.files import ROOT, read_json, write_json
 from eyas.serve import serving_up
-from eyas.served import Answer, agree, cause_table, causes, check, checkpoint_causes, count, our_decoding, read_answer, round_trip, round_trip_table, side_table, sides
+from eyas.served import Answer, agree, cause_table, causes, check, checkpoint_causes, count, our_decoding, read_answer, round_trip, round_trip_table, side_table, sides, with_faults
 from eyas.target import load_target
 
 BOUNDARIES, STEPS, NEW_TOK, END = (1, 3, 5), 3, 30, 2
@@ -192,6 +192,8 @@ def broken(folder, fault: str, out):
     config, weights = read_json(out / "config.json"), load_file(out / "model.safetensors")
     if fault == "d2t":
         weights["d2t"] = weights["d2t"] + torch.arange(len(weights["d2t"]))
+    elif fault == "zero":
+        weights["d2t"] = torch.zeros_like(weights["d2t"])
     elif fault == "names":
         weights = {name.replace("mlp.", "ffn."): tensor for name, tensor in weights.items()}
     elif fault == "norm_output":
@@ -209,6 +211,7 @@ def broken(folder, fault: str, out):
 
 NAMED = {  # fault -> the row that names it, and what it says
     "d2t": ("d2t", "absolute target ids"),
+    "zero": ("d2t", "other offsets"),
     "names": ("weights that the loader drops", "layers.0.ffn.down_proj.weight"),
     "norm_output": ("norm_output", "True"),
     "fc_norm": ("fc_norm", "True"),
@@ -240,7 +243,7 @@ def test_what_the_server_says_of_itself_is_looked_at(world, checked):
     assert wrong() == []
     assert wrong(drafting={"algorithm": "EAGLE"}) == ["algorithm"]
     assert wrong(drafting={"num_steps": 2, "draft_tokens": 3}) == ["draft steps"]
-    assert wrong(drafting={"boundaries": [2, 4, 6]}) == ["boundaries that feed the drafter"]
+    assert wrong(drafting={"boundaries": [2, 3, 5]}) == ["boundaries that feed the drafter"]
     assert wrong(dtype="bfloat16") == ["dtype"]
     assert wrong(table=checked.prompts.assign(server_prompt_tok=checked.prompts["prompt_tok"] + 1)) == ["prompt tokens"]
     assert wrong(drafting={"path": str(config.export_dir / "nowhere")}) == []  # of a server elsewhere: not known
@@ -248,9 +251,9 @@ def test_what_the_server_says_of_itself_is_looked_at(world, checked):
 
 @server
 def test_served_with_a_fault(world, tmp_path):
-    """A real server of a checkpoint with d2t absolute and half of the weights dropped, as a server of one's own: less is accepted, and both are named."""
+    """A real server of a checkpoint with d2t all zero and half of the weights dropped, as a server of one's own: less is accepted, and both are named."""
     config, target, drafter, prompts = world
-    bad = broken(broken(export_sglang(drafter, target, tmp_path / "export"), "d2t", tmp_path / "d2t"), "names", tmp_path / "both")
+    bad = broken(broken(export_sglang(drafter, target, tmp_path / "export"), "zero", tmp_path / "zero"), "names", tmp_path / "both")
     with serving_up(dataclasses.replace(config, dtype="float32"), bad, tmp_path / "server", tied=True) as up:
         own = dataclasses.replace(config, serve_url=up.url, run_name="own", drafter_run="x")
         shutil.copytree(config.acceptance_dir, own.acceptance_dir)
@@ -259,15 +262,26 @@ def test_served_with_a_fault(world, tmp_path):
     assert 1 <= found.record["acceptance_length"]["value"] < found.record["decoded"]["acceptance_length"]["value"] - 0.3
     wrong = cause_table(found.record)
     wrong = wrong[wrong[""] == "LOOK"]
-    assert {"absolute target ids", "layers.0.ffn.down_proj.weight, layers.0.ffn.gate_proj.weight, layers.0.ffn.up_proj.weight"} <= set(wrong["found"])
-    assert "absolute target ids" in str(found)
+    assert {"other offsets", "layers.0.ffn.down_proj.weight, layers.0.ffn.gate_proj.weight, layers.0.ffn.up_proj.weight"} <= set(wrong["found"])
+    assert "other offsets" in str(found)
+
+
+def test_a_server_that_dies_of_its_checkpoint(world, tmp_path):
+    """With d2t absolute a draft can lie beyond the vocabulary, which ends SGLang: the message says what is wrong with the checkpoint."""
+    _, target, drafter, _ = world
+    export = export_sglang(drafter, target, tmp_path / "export")
+    gone = EyasError("no answer from http://x: RemoteProtocolError", "a running SGLang server")
+    found = with_faults(gone, {"drafter": {"path": str(broken(export, "d2t", tmp_path / "broken"))}}, drafter)
+    assert "RemoteProtocolError; the checkpoint" in found.found and "absolute target ids" in found.found
+    assert with_faults(gone, {"drafter": {"path": str(export)}}, drafter) is gone
+    assert with_faults(gone, {"drafter": {"path": str(tmp_path / "nowhere")}}, drafter) is gone
 
 
 def test_other_boundaries_are_refused(world):
-    """Ids that mean boundaries to the one who wrote them, where SGLang takes the block before."""
+    """Ids that somebody wrote as boundaries, where SGLang takes the block before."""
     _, target, drafter, _ = world
-    status = {"url": "x", "drafter": {"boundaries": list(engine_boundaries(list(BOUNDARIES), "LlamaForCausalLM", target.n_blocks)), "ids": list(BOUNDARIES)}}
-    with pytest.raises(EyasError, match=r"boundaries \[2, 4, 6\] .* expected \[1, 3, 5\].*never seen.*python -m eyas export"):
+    status = {"url": "x", "drafter": {"boundaries": list(engine_boundaries([1, 2, 4], "LlamaForCausalLM", target.n_blocks)), "ids": [1, 2, 4]}}
+    with pytest.raises(EyasError, match=r"boundaries \[2, 3, 5\] .* expected \[1, 3, 5\].*never seen.*python -m eyas export"):
         round_trip(status, drafter)
 
 

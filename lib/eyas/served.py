@@ -201,8 +201,11 @@ def check(config: Config, target: Target, drafter: Drafter, prompts: list[Prompt
         status = server.status()
         trip = round_trip(status, drafter)
         drafting = Asker(server, config, config.concurrency)
-        drafting.one(prompts[0], 8)  # warm-up
-        answers = drafting.all(prompts, config.concurrency, done)
+        try:
+            drafting.one(prompts[0], 8)  # warm-up
+            answers = drafting.all(prompts, config.concurrency, done)
+        except EyasError as error:
+            raise with_faults(error, status, drafter) from None
         if not config.serve_url:
             if not config.serve_timed_prompts:
                 up.close()
@@ -363,6 +366,17 @@ def causes(config: Config, target: Target, drafter: Drafter, status: dict, recor
         older = record_file.stat().st_mtime < file.stat().st_mtime
         look("our decoding is of this drafter", "older than the drafter" if older else "after it was trained", "after it was trained")
     return rows
+
+
+def with_faults(error: EyasError, status: dict, drafter: Drafter) -> EyasError:
+    """What went wrong while the server drafted, with the faults of its checkpoint: ids beyond the vocabulary (d2t absolute) end SGLang instead of accepting nothing."""
+    path = Path(status["drafter"]["path"])
+    try:
+        rows = checkpoint_causes(read_json(path / "config.json"), load_file(path / "model.safetensors"), drafter)
+    except (OSError, SafetensorError):
+        return error
+    wrong = "; ".join(f"{row['cause']}: {row['found']}, expected {row['expected']}" for row in rows if not row["ok"])
+    return EyasError(f"{error.found}; the checkpoint that it loaded: {wrong}", "a checkpoint as it was trained", "python -m eyas export") if wrong else error
 
 
 def checkpoint_causes(checkpoint: dict, weights: dict[str, torch.Tensor], drafter: Drafter) -> list[dict]:
