@@ -17,10 +17,9 @@ from pathlib import Path
 import yaml
 
 from eyas.errors import EyasError
-from eyas.files import ROOT, data_dir
+from eyas.files import ROOT, RUN_PARTS, data_dir  # noqa: F401
 
 PROFILES = ROOT / "notebooks" / "profiles"
-RUN_PARTS = ("store", "drafter", "export", "acceptance", "prompts", "server", "notebooks", "tune", "sweep", "jobs")  # folders of a run
 
 
 def _doc(default, text: str):
