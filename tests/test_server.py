@@ -327,6 +327,18 @@ def test_down_ends_the_whole_family_and_nobody_else(tmp_path):
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family)
 
 
+def test_what_a_dead_server_left_behind_is_ended_too(tmp_path):
+    """SGLang's detokenizer has been seen to outlive a server that was killed."""
+    process = subprocess.Popen(["bash", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    child, ticks = psutil.Process(int(process.stdout.readline())), started_ticks(process.pid)
+    process.kill()
+    process.wait()
+    assert child.is_running()
+    Server("http://127.0.0.1:9", process.pid, ticks, tmp_path).down(timeout_s=1)
+    psutil.wait_procs([child], timeout=5)
+    assert not child.is_running()
+
+
 def test_boundaries_outside_the_target_are_refused_before_a_server_starts(embedded, data):
     with pytest.raises(EyasError, match=r"\[31\].*0 to 30"):
         server_up(Config.create(run_name="x", target=str(embedded.folder), boundaries=(2, 31)))

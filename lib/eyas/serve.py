@@ -101,18 +101,26 @@ class Server:
         if not self.pid:
             return
         process = self.process()
-        if process is not None:
-            family = [process, *process.children(recursive=True)]
-            for sign, patience_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, 10.0)):
-                for member in family:
-                    try:
-                        member.send_signal(sign)
-                    except psutil.NoSuchProcess:
-                        pass
-                _, family = psutil.wait_procs(family, timeout=patience_s)
-                if not family:
-                    break
+        family = self._left_behind() if process is None else [process, *process.children(recursive=True)]
+        for sign, patience_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, 10.0)):
+            for member in family:
+                try:
+                    member.send_signal(sign)
+                except psutil.NoSuchProcess:
+                    pass
+            _, family = psutil.wait_procs(family, timeout=patience_s)
+            if not family:
+                break
         (self.folder / "server.json").unlink(missing_ok=True)
+
+    def _left_behind(self) -> list[psutil.Process]:
+        """SGLang's own processes, where the one that started them died: the rest of its session. A pid that is another process by now had nothing left behind."""
+        try:
+            if started_ticks(self.pid) != self.started:
+                return []
+        except OSError:  # no such process, and none will get the number while its session lives
+            pass
+        return [process for process in psutil.process_iter() if _session(process.pid) == self.pid]
 
     def done(self) -> None:
         """Not needed here any more: down, unless somebody else started it (`server up` by hand; a notebook, where a report uses it now)."""
@@ -124,6 +132,13 @@ class Server:
 
     def __exit__(self, *_) -> None:
         self.down()
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except OSError:  # just ended
+        return -1
 
 
 def started_ticks(pid: int) -> int:
@@ -328,7 +343,7 @@ def started_server(folder: Path) -> Server | None:
     record = read_json(path)
     server = Server(record["url"], record["pid"], record["started"], folder, record.get("owner", ""))
     if server.process() is None:
-        path.unlink(missing_ok=True)
+        server.down()  # what it left behind, and the record
         return None
     return server
 
