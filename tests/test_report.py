@@ -14,7 +14,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from eyas import pages, report, reuse, runner
+from eyas import pages, progress, report, reuse, runner
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.files import ROOT, read_json, write_json
@@ -440,3 +440,15 @@ def test_headline_is_copied_to_the_index(tmp_path, monkeypatch, differing):
     answer = "Serve it: 1.21 times" if differing == 0 else "Don&#x27;t serve it: its output is not"
     assert f"output identical to greedy (float32): {'no' if differing else 'yes'}" in index and answer in index
     assert index.index(answer) < index.index("<b>1.62</b>") < index.index("01_tiny.html")  # the answer, the numbers, then the table that leads to the pages
+
+
+def test_where_a_notebook_is_whatever_its_last_output_was(tmp_path):
+    """nbformat writes texts of several lines as lists: tables, bars and plain text alike."""
+    bar = {"text/html": f"{progress.MARK}\n<progress></progress>", "text/plain": "12 of 40\n"}
+    outputs = [nbformat.v4.new_output("display_data", {"text/html": "<table>\n</table>", "text/plain": "a\nb"}), nbformat.v4.new_output("stream", text="one\ntwo\n"),
+               nbformat.v4.new_output("display_data", bar), nbformat.v4.new_output("display_data", {"image/png": "AAAA"})]
+    for n, said in enumerate(["", "two", "12 of 40", "12 of 40"], 1):
+        cell = nbformat.v4.new_code_cell("work()", outputs=outputs[:n], metadata={"papermill": {"start_time": "2026-11-30T07:00:00", "duration": None}})
+        nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# T"), cell]), tmp_path / "at.ipynb")
+        found = runner.place(tmp_path / "at.ipynb")
+        assert (found["cell"], found["cells"], found["said"]) == (2, 2, said)

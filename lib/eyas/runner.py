@@ -113,8 +113,9 @@ def place(output: Path) -> dict:
         if cell["cell_type"] == "code" and times.get("start_time"):
             lines = [line for line in "".join(cell["source"]).splitlines() if line.strip()]
             # a line of text alone, or a bar: figures and tables have a text/plain too, which says nothing
-            said = [out["data"]["text/plain"] if "data" in out else out["text"] for out in cell["outputs"]
-                    if "text" in out or set(out.get("data", {})) == {"text/plain"} or out.get("data", {}).get("text/html", "").startswith(MARK)]
+            # (a string or a list of lines, as the format has both)
+            said = [out["data"].get("text/plain", "") if "data" in out else out["text"] for out in cell["outputs"]
+                    if "text" in out or set(out.get("data", {})) == {"text/plain"} or "".join(out.get("data", {}).get("text/html", "")).startswith(MARK)]
             at |= {"cell": number, "source": (lines or [""])[0][:120], "said": "".join(said[-1] if said else "").strip().split("\n")[-1]}
     at["cells"] = len(cells)
     return at
