@@ -24,9 +24,8 @@ import numpy as np
 import pandas as pd
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
-from eyas.drafter import DraftCache, Drafter, DrafterConfig, Layer, RMSNorm, load_drafter
+from eyas.drafter import DraftCache, Drafter, DrafterConfig, ImportedConfig, load_drafter
 from eyas.errors import EyasError
 from eyas.files import read_json, sha256_json, write_json
 from eyas.intervals import difference_interval, interval_text, ratio_interval
@@ -60,23 +59,9 @@ TRAINERS = {
 }  # fmt: skip
 
 
-class NormedResidual(Layer):
-    """speculators' norm_before_residual: the residual stream begins at the normed hidden state."""
-
-    def finish(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        return super().finish(attended, self.hidden_norm(hidden))
-
-
-class NormedDrafter(Drafter):
-    """A drafter with the norms that speculators has by default; its norm_output is our own option."""
-
-    def __init__(self, config: DrafterConfig, vocab: DraftVocab):
-        super().__init__(dataclasses.replace(config, norm_output=True), vocab)
-        self.input_norm = RMSNorm(len(config.boundaries) * config.target_hidden_size, config.rms_norm_eps)  # norm_before_fc: one for all boundaries
-        self.layers = nn.ModuleList([NormedResidual(config)])
-
-    def fuse(self, states: torch.Tensor) -> torch.Tensor:
-        return super().fuse(self.input_norm(states))
+def normed(config: DrafterConfig) -> ImportedConfig:
+    """The shape with the norms that speculators has by default."""
+    return ImportedConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)} | {"norm_output": True, "norm_before_fc": True, "norm_before_residual": True})
 
 
 @torch.no_grad()
@@ -84,7 +69,7 @@ def converted(path: Path, config: DrafterConfig, vocab: DraftVocab, norms: bool,
     """The drafter that peers.py saved, and how far its logits are from the peer's own on that sample; EyasError where that is more than rounding."""
     weights = load_file(path)
     theirs, d2t, _ = (weights.pop(name) for name in ("check.logits", "d2t", "t2d"))  # theirs: [K, slots, D]
-    drafter = (NormedDrafter if norms else Drafter)(config, vocab)
+    drafter = Drafter(normed(config) if norms else config, vocab)
     drafter.load_state_dict(weights)
     ids, apart = sample["input_ids"], 0.0
     hidden = drafter.fuse(torch.cat([sample["states"][b] for b in config.boundaries], dim=-1).float())  # [T, H]

@@ -68,7 +68,7 @@ def test_flops_of_attention():
 def test_the_norms_of_speculators_by_hand():
     """One slot: it attends to itself alone, so its attended values are its own."""
     plain = make_drafter().float()
-    drafter = quality.NormedDrafter(SHAPE, plain.vocab).float()
+    drafter = Drafter(quality.normed(SHAPE), plain.vocab).float()
     with torch.no_grad():
         for p in drafter.parameters():
             p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
