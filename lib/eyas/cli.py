@@ -81,14 +81,14 @@ def _prompts_generate(args) -> int:
     from eyas.target import load_target
 
     config = _config(args)
-    if not config.prompt_path.is_file() and "*" in config.prompt_path.name:
+    if not config.generate_responses and not config.prompt_path.is_file() and "*" in config.prompt_path.name:
         raise EyasError(f"prompt_set {config.prompt_set!r} names several files", "the one to write responses into", "python -m eyas prompts generate -p prompt_set FILE.jsonl")
     conversations = load_prompts(config.prompt_path).conversations
     server, target = need_server(config), load_target(config.target)
     with Progress(len(conversations), "conversations") as progress:
-        manifest = generate_responses(server.url, target, conversations, config.max_new_tok, config.concurrency, config.prompt_path, progress)
+        manifest = generate_responses(server.url, target, conversations, config.max_new_tok, config.concurrency, config.answered_path, progress)
     responses = manifest["responses"]
-    print(f"{config.prompt_path.name}: {responses['total']} responses of {responses['mean_tok']:.1f} tokens in {manifest['conversations']['total']} conversations; "
+    print(f"{config.answered_path.name}: {responses['total']} responses of {responses['mean_tok']:.1f} tokens in {manifest['conversations']['total']} conversations; "
           f"ended {responses['finish']}; repeated bigrams {responses['repeated_bigrams']['share']:.3f}")
     return 0
 
