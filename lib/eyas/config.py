@@ -128,7 +128,7 @@ class Config:
     speed_steps: int = _doc(6, "most draft steps that the speed model looks at")
     speed_topk: int = _doc(4, "largest top-k that the speed model looks at")
     check_bf16_prompts: int = _doc(8, "prompts decoded again in bfloat16, to count differences and show that they are ties")
-    serve_prompts: int = _doc(0, "of them, sent to a server that serves the drafter, to compare what it accepts with what our decoding does; 0: all")
+    serve_prompts: int = _doc(8, "of them, sent to a server that serves the drafter, to compare what it accepts with what our decoding does; 0: all")
     serve_url: str = _doc("", "a running server of one's own that serves the drafter already; empty: start one")
     serve_dtype: str = _doc("float32", "dtype of that server: float32, in which both sides have to be equal, or bfloat16, as one serves")
     serve_timed_prompts: int = _doc(4, "of those, sent one at a time with and without the drafter, both servers up at once; 0: no timing, one server after the other")
