@@ -78,7 +78,9 @@ function compare(a, b) {
   document.getElementById("compared").textContent = `${a.name} and ${b.name}`;
   const lines = measures.filter(m => a.numbers[m.key] || b.numbers[m.key]).map(m => [[m.label, m.note], number(a.numbers[m.key]), number(b.numbers[m.key]), difference(m, a, b)]);
   fill("compared-numbers", ["", a.name, b.name, `${b.name} - ${a.name}`], lines, "Neither run has measured acceptance.");
-  const settings = Object.keys({...a.settings, ...b.settings}).filter(name => name !== "run_name" && text(a.settings[name]) !== text(b.settings[name]));
+  // A setting that came after one of the runs tells them apart only where the other one was given it.
+  const known = name => (name in a.settings && name in b.settings) || a.given.includes(name) || b.given.includes(name);
+  const settings = Object.keys({...a.settings, ...b.settings}).filter(name => name !== "run_name" && known(name) && text(a.settings[name]) !== text(b.settings[name]));
   fill("compared-settings", ["", a.name, b.name], settings.map(name => [[name, meanings[name]], text(a.settings[name]), text(b.settings[name])]), "No setting differs.");
   const facts = Object.keys({...a.facts, ...b.facts}).filter(name => a.facts[name] !== b.facts[name]);
   fill("compared-facts", ["", a.name, b.name], facts.map(name => [name, a.facts[name] || "not recorded", b.facts[name] || "not recorded"]), "Nothing else differs.");

@@ -146,7 +146,7 @@ def _data(runs: list[dict]) -> str:
     for run in runs:
         facts = dict(summary.facts(run))
         conditions = (run.get("settings") or {}) | {"target": summary.target(run), "machine": summary.machine(run), "torch": (run.get("versions") or {}).get("torch")}
-        shown.append({"name": run["run_name"], "profile": run.get("profile") or "", "numbers": {m.key: block for m, block in summary.numbers(run)}, "settings": run.get("settings") or {},
+        shown.append({"name": run["run_name"], "profile": run.get("profile") or "", "numbers": {m.key: block for m, block in summary.numbers(run)}, "settings": run.get("settings") or {}, "given": list(run.get("given") or {}),
                       "conditions": conditions, "facts": {name: facts[name] for name in facts if name not in ("Text", "In bfloat16", "Decoding")} | dict(_same_text(run))})  # fmt: skip
     measures = [{"key": m.key, "label": m.label, "note": m.note, "needs": m.needs} for m in summary.MEASURES]
     return json.dumps({"runs": shown, "measures": measures, "meanings": known}, ensure_ascii=False).replace("<", "\\u003c")
