@@ -61,7 +61,7 @@ def job(data, target, prompts, tmp_path, monkeypatch):
 
     def make(name, *servers, **settings):
         config = Config.create(run_name=name, target=str(target.folder), boundaries=(1, 2), train_samples=N_TRAIN, heldout_samples=N_HELDOUT, max_length=128, concurrency=4,
-                               server_url=",".join(s.url for s in servers), **settings)
+                               server_url=",".join(s.url for s in servers), **{"request_timeout_s": 30.0} | settings)
 
         def run(**options):
             return extract(config, need_servers(config), target, prompts, **options)
