@@ -348,7 +348,7 @@ def test_stopped_and_killed(tmp_path):
     for signs, state in (((signal.SIGINT, signal.SIGINT), "interrupted"), ((signal.SIGHUP,), "interrupted"), ((signal.SIGKILL,), "running")):
         mark.unlink(missing_ok=True)
         with open(said, "w") as out:
-            process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT / "lib")}, stdout=out)
+            process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT / "lib")}, stdout=out, preexec_fn=_as_from_a_terminal)
         until(lambda: mark.exists(), 300)
         started = [int(pid) for pid in mark.read_text().split()]
         for where in (reports, tmp_path / "elsewhere"):
@@ -385,6 +385,12 @@ def test_a_server_that_somebody_else_started_stays(tmp_path):
         assert (process.poll() is None) == stays == (server_dir / "server.json").exists()
         process.kill()
         process.wait()
+
+
+def _as_from_a_terminal() -> None:
+    """Tests that run in the background (`nohup make test &`) have these ignored, and so would what they start."""
+    for sign in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(sign, signal.SIG_DFL)
 
 
 def until(condition, seconds: float) -> None:
