@@ -17,6 +17,7 @@ from eyas.files import ROOT, read_json, write_json
 
 WIDTHS, SCHEMES = (1280, 480), ("light", "dark")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+# Goes when a browser can be locked like a package.
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} is here; Debian: apt-get install chromium")
 
 # What a page shows that it must not: wider than the window, figures that did not load or have no words, text that can't be told from its background.
@@ -75,8 +76,9 @@ def reports(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="python -m pip install --no-deps playwright greenlet, as requirements/cpu.txt has them")
-    with playwright.sync_playwright() as started:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=BROWSER, args=["--disable-gpu", "--disable-background-networking"])
         yield browser
         browser.close()

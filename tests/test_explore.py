@@ -10,6 +10,7 @@ import torch
 from bs4 import BeautifulSoup
 
 import test_train
+from eyas.doctor import BROWSERS
 from eyas.explore import TOK, lens, picker, some_boundaries
 from eyas.store import Store
 from eyas.target import load_target
@@ -63,10 +64,11 @@ def test_without_a_script_the_first_choice_stands_there(store, target):
     assert html.unescape(page.select_one("output").get_text()).startswith(f"Token {at}, ")
 
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium to look with")
+# Goes when a browser can be locked like a package.
+@pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(BROWSERS)} is here; Debian: apt-get install chromium")
 def test_a_browser_shows_what_is_chosen(store, target, tmp_path):
     lenses = [lens(store, id, store.head()) for id in store.samples()[:3]]
     choose = """<script>const all = document.querySelector('.eyas-picker'), change = (name, set) => { set(all.querySelector('[name=' + name + ']'));

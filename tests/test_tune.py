@@ -129,6 +129,7 @@ def test_settings_reach_the_command():
     assert server_command(Config(), folder, (3,), 1, folder)[1].keys().isdisjoint({"GOMP_SPINCOUNT", "THP_MEM_ALLOC_ENABLE"})
 
 
+# Stays: on a machine with GPUs nothing is missing that could be said.
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is said where there is no GPU")
 def test_a_gpu_that_is_not_there_is_said_before_anything_starts(data, capsys):
     with pytest.raises(EyasError, match="tensor_parallel = 8.*sees 0 GPUs.*python -m eyas server command"):
