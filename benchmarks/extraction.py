@@ -30,7 +30,7 @@ from eyas.extract import Fleet, _run, chosen, make_manifest
 from eyas.intervals import interval_text, ratio_interval
 from eyas.progress import Progress, bytes_text
 from eyas.prompts import encode, load_prompts
-from eyas.serve import Server, _free_port, server_command, started_ticks
+from eyas.serve import LIMITS, Server, _free_port, server_command, started_ticks
 from eyas.store import Planned, Rows, StoreWriter
 from eyas.target import load_target
 
@@ -74,7 +74,7 @@ def serving(target, config: Config, server: Server, rounds: int, n_samples: int)
     manifest = make_manifest(config, server.status(), target, prompts, tokenizer)
 
     def plain() -> float:
-        with httpx.Client(base_url=server.url, timeout=600) as client, ThreadPoolExecutor(config.concurrency) as pool:
+        with httpx.Client(base_url=server.url, timeout=600, limits=LIMITS) as client, ThreadPoolExecutor(config.concurrency) as pool:
             started = time.perf_counter()
             list(pool.map(lambda s: ask(client, s), samples))
             return tok / (time.perf_counter() - started)
@@ -94,7 +94,7 @@ def serving(target, config: Config, server: Server, rounds: int, n_samples: int)
             return times * tok / elapsed_s
 
     def stock(few) -> float:
-        with httpx.Client(base_url=server.url, timeout=600) as client, ThreadPoolExecutor(config.concurrency) as pool:
+        with httpx.Client(base_url=server.url, timeout=600, limits=LIMITS) as client, ThreadPoolExecutor(config.concurrency) as pool:
             started = time.perf_counter()
             for answer in pool.map(lambda s: ask(client, s, return_hidden_states=True), few):
                 torch.tensor(answer["meta_info"]["hidden_states"][0])  # [T, H], of one boundary

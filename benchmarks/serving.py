@@ -40,7 +40,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="eyas-") as folder:
         export = export_sglang(load_drafter(config.judged.drafter_dir, target), target, Path(folder) / "export")
         with serving_up(config, None, Path(folder) / "plain", tied=True) as plain, serving_up(config, export, Path(folder) / "drafting", tied=True) as drafting:
-            askers = {"plain": Asker(plain, config, max(args.parallel)), "drafting": Asker(drafting, config, max(args.parallel))}
+            askers = {"plain": Asker(plain, config), "drafting": Asker(drafting, config)}
             rows = measure(askers, prompts, args.parallel, args.rounds)
     found = [summary(rows, parallel) for parallel in args.parallel]
     for row in found:

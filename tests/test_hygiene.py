@@ -192,3 +192,10 @@ def test_every_name_is_defined(path):
     known |= {s.get_name() for table in scopes(module) for s in table.get_symbols() if s.is_declared_global() and s.is_assigned()}
     missing = {f"{table.get_name()}: {s.get_name()}" for table in scopes(module) for s in table.get_symbols() if s.is_global() and s.is_referenced() and s.get_name() not in known}
     assert not missing
+
+
+def test_clients_that_threads_share_have_no_bound_of_their_own():
+    """serve.LIMITS says why."""
+    for path in [*ROOT.glob("lib/eyas/*.py"), *ROOT.glob("benchmarks/*.py"), ROOT / "tests" / "test_server.py"]:
+        for made in re.findall(r"httpx\.Client\(.*", path.read_text(encoding="utf-8")):
+            assert "limits=LIMITS" in made or " client.stream(" in made, path.name  # a stream is alone

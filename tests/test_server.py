@@ -22,7 +22,7 @@ from eyas.extract import capture, chosen, extract
 from eyas.files import ROOT, seal
 from eyas.parity import Asked
 from eyas.prompts import Sample, encode, load_prompts
-from eyas.serve import Server, check_for_capture, find_server, need_servers, server_up, started_ticks
+from eyas.serve import LIMITS, Server, check_for_capture, find_server, need_servers, server_up, started_ticks
 from eyas.store import Store
 from eyas.verify import repair, verify
 
@@ -41,7 +41,7 @@ def send(server):
     _, running = server
 
     def send_all(prompts):
-        with httpx.Client(base_url=running.url, timeout=600) as client, ThreadPoolExecutor(min(len(prompts), 200)) as pool:
+        with httpx.Client(base_url=running.url, timeout=600, limits=LIMITS) as client, ThreadPoolExecutor(min(len(prompts), 200)) as pool:
             return list(pool.map(lambda ids: capture(client, sample(ids), BOUNDARIES, torch.bfloat16), prompts))
 
     return send_all
@@ -61,7 +61,7 @@ def hugging_face_boundaries(folder, ids, dtype) -> list[torch.Tensor]:
     last = []
     model.model.norm.register_forward_pre_hook(lambda _, args: last.append(args[0]))
     with torch.no_grad():
-        states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        states = model(torch.as_tensor(np.asarray(ids))[None], output_hidden_states=True).hidden_states
     return [h[0].float() for h in (*states[:-1], last[0])]
 
 

@@ -28,7 +28,7 @@ from eyas.files import seal, write_json
 from eyas.plan import check_room, last_run, planned, store_dtype
 from eyas.progress import Progress, bytes_text
 from eyas.prompts import Conversation, PromptSet, Sample, encode, template_hash, tokenizer_hash
-from eyas.serve import Server, check_for_capture
+from eyas.serve import LIMITS, Server, check_for_capture
 from eyas.store import Planned, Rows, Store, StoreWriter
 from eyas.target import Target
 
@@ -175,8 +175,7 @@ class Fleet:
         self.token_bytes = max(len(s["capture"]["boundaries"]) * s["capture"]["hidden_size"] for s in statuses) * self.dtype.itemsize + 8  # in a spool
         self.stopped = threading.Event()
         self.prefix = xxhash.xxh3_64_hexdigest(str(config.store_dir).encode()) + "-"  # of this store's files in a spool: its lock says that nobody else uses them
-        limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
-        self._clients = [httpx.Client(base_url=s.url, timeout=httpx.Timeout(config.request_timeout_s, pool=None), limits=limits) for s in servers]
+        self._clients = [httpx.Client(base_url=s.url, timeout=config.request_timeout_s, limits=LIMITS) for s in servers]
         self._in_flight = [0] * len(servers)
         self._rests_until = [0.0] * len(servers)
         self._lock = threading.Lock()

@@ -49,7 +49,7 @@ from eyas.extract import SampleError, take_file
 from eyas.files import read_json
 from eyas.progress import Progress, bytes_text
 from eyas.prompts import PromptSet, Sample, encode, template_hash, tokenizer_hash
-from eyas.serve import Server, check_for_capture, server_up
+from eyas.serve import LIMITS, Server, check_for_capture, server_up
 from eyas.store import Store, from_fp8, to_fp8
 from eyas.target import Head, Target
 
@@ -390,7 +390,7 @@ class Asked:
 
     def __init__(self, server: Server, boundaries: tuple[int, ...]):
         self.boundaries = boundaries
-        self.client = httpx.Client(base_url=server.url, timeout=600)
+        self.client = httpx.Client(base_url=server.url, timeout=600, limits=LIMITS)
 
     def prefill(self, ids: list[int]) -> Served:
         """One prefill, beside others: log-probabilities of its tokens, and its rows."""

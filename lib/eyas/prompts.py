@@ -35,7 +35,7 @@ import numpy as np
 from eyas.errors import EyasError
 from eyas.files import data_dir, sha256_file, sha256_json, write_json, write_text
 from eyas.progress import Progress
-from eyas.serve import Server
+from eyas.serve import LIMITS, Server
 from eyas.target import Target, load_target
 
 SAFE_ID = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,200}")  # safe as a file name on every system
@@ -531,8 +531,7 @@ def _read_partial(partial: Path) -> dict[str, dict]:
 def _answer_all(url: str, asked: list[Conversation], done: dict, tokenizer, sampling: dict, concurrency: int, partial: Path, progress: Progress | None) -> list[str]:
     """Fills `done` and the partial file; returns a line for each conversation that the server refused. A server that is away ends it at once."""
     failures = []
-    limits = httpx.Limits(max_connections=concurrency)
-    with open(partial, "ab") as file, httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=limits) as client, ThreadPoolExecutor(concurrency) as pool:
+    with open(partial, "ab") as file, httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=LIMITS) as client, ThreadPoolExecutor(concurrency) as pool:
         futures = {pool.submit(_answer, client, url, c, tokenizer, sampling): c for c in asked if c.id not in done}
         try:
             for future in as_completed(futures):

@@ -28,6 +28,9 @@ from eyas.target import Target, check_boundaries, load_target
 LOG_TAIL_LINES = 15
 CONTEXT_MARGIN_TOK = 8  # SGLang keeps a few positions for output; a prompt as long as the context is to be captured too
 SERVING_CHUNK_TOK = 2048  # prefill of a server that serves, as SGLang does on a small GPU
+# Of every client that threads share. The threads bound the connections: with a bound of its own httpcore closes idle connections, also one that another thread
+# was given just now, whose answer is then lost. An idle one is left before the server (after 5 s, as uvicorn does) leaves it.
+LIMITS = httpx.Limits(keepalive_expiry=2.0)
 
 
 @dataclasses.dataclass(frozen=True)

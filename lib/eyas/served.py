@@ -44,7 +44,7 @@ from eyas.files import read_json, write_atomic, write_json
 from eyas.intervals import difference_interval, interval_text, ratio_interval
 from eyas.progress import Progress
 from eyas.prompts import repeated_bigrams, template_hash
-from eyas.serve import Server, serving_up
+from eyas.serve import LIMITS, Server, serving_up
 from eyas.target import Target, load_target
 
 COMMAND = "python -m eyas serve-check"
@@ -105,9 +105,9 @@ def count(answer: Answer, steps: int, max_new_tok: int) -> dict[str, int]:
 class Asker:
     """One server's answers to the profile's prompts, at its temperature (0: greedy). EyasError: it is away, or refuses a prompt."""
 
-    def __init__(self, server: Server, config: Config, most: int):
+    def __init__(self, server: Server, config: Config):
         self.server, self.n_tok, self.temperature = server, config.decode_new_tok + config.speculative_num_steps, config.temperature
-        self._client = httpx.Client(base_url=server.url, timeout=config.request_timeout_s, limits=httpx.Limits(max_connections=most))
+        self._client = httpx.Client(base_url=server.url, timeout=config.request_timeout_s, limits=LIMITS)
 
     def one(self, prompt: Prompt, n_tok: int = 0) -> Answer:
         request = {"input_ids": prompt.input_ids, "sampling_params": {"max_new_tokens": n_tok or self.n_tok, "temperature": self.temperature, "custom_params": {"eyas_accepted": True}}}
@@ -200,7 +200,7 @@ def check(config: Config, target: Target, drafter: Drafter, prompts: list[Prompt
             server = up.enter_context(serving_up(serving, folder, config.server_dir / "drafting", tied=True))
         status = server.status()
         trip = round_trip(status, drafter)
-        drafting = Asker(server, config, config.concurrency)
+        drafting = Asker(server, config)
         try:
             drafting.one(prompts[0], 8)  # warm-up
             answers = drafting.all(prompts, config.concurrency, done)
@@ -209,7 +209,7 @@ def check(config: Config, target: Target, drafter: Drafter, prompts: list[Prompt
         if not config.serve_url:
             if not config.serve_timed_prompts:
                 up.close()
-            plain = Asker(up.enter_context(serving_up(serving, None, config.server_dir / "plain", tied=True)), config, config.concurrency)
+            plain = Asker(up.enter_context(serving_up(serving, None, config.server_dir / "plain", tied=True)), config)
             plain.one(prompts[0], 8)
             texts = [answer.output_ids for answer in plain.all(prompts, config.concurrency, done)]
             if config.serve_timed_prompts:

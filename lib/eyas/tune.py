@@ -43,7 +43,7 @@ from eyas.files import is_sealed, read_json, seal, sha256_json, write_json, writ
 from eyas.intervals import LEVEL, interval_text
 from eyas.parity import FLOORS, distance
 from eyas.prompts import PromptSet, Sample, encode
-from eyas.serve import Server, check_for_capture, server_up
+from eyas.serve import LIMITS, Server, check_for_capture, server_up
 from eyas.target import Target
 
 MEASURES = ("prefill", "decode")
@@ -178,8 +178,7 @@ class Bench:
 
     def prefill(self, server: Server, config: Config, samples: list[Sample]) -> float:
         """Prompt tokens a second, captured. SampleError: rows are missing or not finite."""
-        limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
-        with httpx.Client(base_url=server.url, timeout=config.request_timeout_s, limits=limits) as client, ThreadPoolExecutor(config.concurrency) as pool:
+        with httpx.Client(base_url=server.url, timeout=config.request_timeout_s, limits=LIMITS) as client, ThreadPoolExecutor(config.concurrency) as pool:
             started_s = time.perf_counter()
             for _ in pool.map(lambda s: capture(client, s, self.boundaries, getattr(torch, config.dtype)), samples):
                 pass
@@ -203,7 +202,7 @@ class Bench:
 
     def rows(self, server: Server, config: Config) -> Rows:
         samples, dtype = self.samples[:ROW_SAMPLES], getattr(torch, config.dtype)
-        with httpx.Client(base_url=server.url, timeout=config.request_timeout_s) as client, ThreadPoolExecutor(len(samples)) as pool:
+        with httpx.Client(base_url=server.url, timeout=config.request_timeout_s, limits=LIMITS) as client, ThreadPoolExecutor(len(samples)) as pool:
             together = list(pool.map(lambda s: capture(client, s, self.boundaries, dtype), samples))
             alone = [capture(client, s, self.boundaries, dtype) for s in samples]
         return Rows(together, moved(together, alone))
