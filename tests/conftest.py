@@ -6,8 +6,21 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+AT_ONCE = "PYTEST_XDIST_WORKER" in os.environ  # beside another process of tests, as in `make test`
+os.environ.setdefault("OMP_NUM_THREADS", "1" if AT_ONCE else "2")
 sys.path.insert(0, str(Path(__file__).parent))
+LAST = ("test_crashes", "test_docs", "test_sweep", "test_parity", "test_lab", "test_families", "test_served", "test_tune", "test_serving", "test_notebooks", "server")  # minutes; the longest begin first
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Fast files first. Beside each other run files, not tests, which share what their file made; those that want the session's server stay together, so there is one."""
+    def group(item):
+        return "server" if "_server" in item.fixturenames else item.path.stem
+
+    items.sort(key=lambda item: -LAST.index(group(item)) if group(item) in LAST else -len(LAST))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group(item)))
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +51,7 @@ def _server(embedded, server_data):
 
     before = os.environ.get("EYAS_DATA")
     os.environ["EYAS_DATA"] = str(server_data)
-    config = Config.create(run_name="session", target=str(embedded.folder), context_tok=2048, max_total_tok=32768)
+    config = Config.create(run_name="session", target=str(embedded.folder), context_tok=2048, max_total_tok=32768, threads=1)
     server = server_up(config, tied=True)
     if before is None:
         del os.environ["EYAS_DATA"]

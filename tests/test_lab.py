@@ -34,7 +34,7 @@ from eyas.verify import verify
 from faulty import FaultyServer
 from tiny import make_tiny_target
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 
 
 class Kernel:

@@ -105,14 +105,13 @@ class Server:
             return
         process = self.process()
         family = self._left_behind() if process is None else [process, *process.children(recursive=True)]
-        for sign, patience_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, 10.0)):
-            for member in family:
+        for sign, members, patience_s in ((signal.SIGTERM, family, 1.0), (signal.SIGKILL, family[:1], timeout_s), (signal.SIGKILL, family, 10.0)):
+            for member in members:  # the first looks for a SIGTERM every 5 s only, and with the others gone it has nothing to end
                 try:
                     member.send_signal(sign)
                 except psutil.NoSuchProcess:
                     pass
-            _, family = psutil.wait_procs(family, timeout=patience_s)
-            if not family:
+            if not psutil.wait_procs(family, timeout=patience_s)[1]:
                 break
         (self.folder / "server.json").unlink(missing_ok=True)
 

@@ -5,6 +5,7 @@ platform takes the `native` (plain torch) path of every layer instead. Chosen by
 A server that is given a drafter (--speculative-algorithm EAGLE3) drafts chains and trees with it: `eyas_cpu.eagle`.
 """
 
+import multiprocessing
 import os
 
 VERSION = "0.2.0"
@@ -16,7 +17,17 @@ def activate() -> str | None:
 
     None keeps a GPU box with this package installed on its own platform.
     """
-    return "eyas_cpu.platform.PlainCpuPlatform" if os.environ.get("SGLANG_PLATFORM") == "eyas_cpu" else None
+    if os.environ.get("SGLANG_PLATFORM") != "eyas_cpu":
+        return None
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork, HookType.AFTER)
+    return "eyas_cpu.platform.PlainCpuPlatform"
+
+
+def _fork(result, *_):
+    """SGLang's other processes begin as copies of the first, which has everything imported, half a minute of CPU time. It spawns them since CUDA takes no fork."""
+    multiprocessing.set_start_method("fork", force=True)
 
 
 def check() -> dict:
