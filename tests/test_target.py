@@ -13,7 +13,7 @@ from tiny import CHAT_TEMPLATE, make_tiny_target
 
 from eyas import target as module
 from eyas.errors import EyasError
-from eyas.files import read_json, sha256_file
+from eyas.files import read_json, sha256_file, write_json
 from eyas.target import EMBEDDED_MANIFEST, check_boundaries, default_boundaries, load_target
 
 
@@ -299,3 +299,14 @@ def test_boundaries_outside_the_target():
     check_boundaries((), 30)
     assert "[31]" in refused(check_boundaries, (2, 31), 30) and "0 to 30" in refused(check_boundaries, (2, 31), 30)
     assert "[-1]" in refused(check_boundaries, (-1, 5), 30)
+
+
+def test_a_tokenizer_that_is_python_runs_only_where_it_is_trusted(tmp_path):
+    folder = make_tiny_target(tmp_path / "own")
+    (folder / "tokenization_own.py").write_text("from transformers import PreTrainedTokenizerFast\n\n\nclass OwnTokenizer(PreTrainedTokenizerFast):\n    own = True\n")
+    settings = read_json(folder / "tokenizer_config.json")
+    write_json(folder / "tokenizer_config.json", settings | {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}})
+    with pytest.raises(EyasError, match="Python that lies in its folder.*-p trust_remote_code true"):
+        load_target(str(folder)).tokenizer()
+    tokenizer = load_target(str(folder), trust_remote_code=True).tokenizer()
+    assert tokenizer.own and tokenizer("A young eagle").input_ids == load_target(str(make_tiny_target(tmp_path / "plain"))).tokenizer()("A young eagle").input_ids

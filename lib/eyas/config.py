@@ -61,7 +61,7 @@ class Config:
     nccl_max_channels: int = _doc(0, "NCCL_MAX_NCHANNELS; few leave the GPU to computing, many end a large prefill's sums sooner; 0: NCCL's choice")
     nccl_nvls: bool = _doc(False, "NCCL may sum inside the NVLink switch: sooner for a large prefill, for GPU memory that its buffers take")
     decode_graph_batch: int = _doc(0, "GPU: largest decode batch that is a CUDA graph; 0: SGLang's choice. Smaller: sooner up, less memory; larger batches go without")
-    trust_remote_code: bool = _doc(False, "the server runs Python that lies in the model's folder, as Kimi's tokenizer does")
+    trust_remote_code: bool = _doc(False, "server and client run Python that lies in the model's folder, as Kimi's tokenizer does")
     # Tuning the server
     tune_trials: int = _doc(12, "changes of a setting that `tune` tries, at most; 0: only how far two servers with the same settings differ")
     tune_minutes: float = _doc(5.0, "time after which `tune` begins no further trial, minutes; it is counted over all starts of the same search")

@@ -9,7 +9,7 @@ leaves out: steps near the end of a text that was cut, where the target's choice
 
 Seconds are measured for each of: a plain step, a verify step of n tokens (a chain, and a tree with its own attention mask), the first draft level
 (with the drafter's run over the new tokens, and after a pass of the target, as in decoding) and each further one. Medians of rounds through all of
-them, so that a busy machine disturbs all. The context is that of one prompt; a verify step's other work (deciding, recording) is not in it. Prefill is
+them, so that a busy machine disturbs all; in each round a pass of the target follows its like, as in decoding, where the CPU's caches still hold weights. The context is that of one prompt; a verify step's other work (deciding, recording) is not in it. Prefill is
 left out on both sides.
 
 All of it is our own decoder, in plain torch with one request at a time. A server has other costs (CUDA graphs, batches); its own speed is measured there.
@@ -33,7 +33,7 @@ from eyas.progress import Progress
 from eyas.target import Target
 
 TREE_TOK = (3, 4, 6, 8, 12, 16, 24, 32)  # tokens verified at once, looked at for trees
-ROUNDS = 7
+ROUNDS, IN_A_ROW = 4, 3  # in a row of the same passes the first is not counted: those before it had the caches for other things
 BUSY = 0.3  # distance of the quartiles of a measurement, relative to its median, from which a prediction is doubted
 DTYPES = ("float32", "bfloat16")  # of the target; the drafter is in float32
 
@@ -170,16 +170,16 @@ def costs(model, drafter: Drafter, prompt_ids: list[int], settings: list[Setting
             jobs["draft", topk, steps] = (target_first, lambda method=method: method.draft([token, token], states[:2]), lambda method=method: method.cache.truncate(len(prompt_ids)))
     seconds = {name: [] for name in jobs}
     with plain, verifying, Progress(ROUNDS, "rounds") as progress:
-        for round in range(ROUNDS + 1):  # the first is the warm-up
+        for _ in range(ROUNDS):
             for name, (before, job, after) in jobs.items():
-                before()
-                start = time.perf_counter()
-                job()
-                seconds[name].append(time.perf_counter() - start)
-                after()
-            if round == 0:
-                seconds = {name: [] for name in jobs}
-                continue
+                for again in range(IN_A_ROW):
+                    before()
+                    start = time.perf_counter()
+                    job()
+                    elapsed_s = time.perf_counter() - start
+                    after()
+                    if again:
+                        seconds[name].append(elapsed_s)
             progress.update(samples=1, note=str(model.dtype).removeprefix("torch."))
     quartiles = {name: np.quantile(found, [0.25, 0.5, 0.75]) for name, found in seconds.items()}
     median = {name: float(q[1]) for name, q in quartiles.items()}
@@ -298,7 +298,7 @@ def verdict(record: dict) -> str:
         lines.append(f"{dtype}: {said}" + ("" if own is best or own is None else f"; the profile's own setting {_times(own['measured'])} (predicted {own['predicted']:.2f})"))
         if found["costs"]["spread"] > BUSY:
             lines.append(f"  its seconds scattered by {found['costs']['spread']:.0%} between rounds: a busy machine, so measure again before a prediction is used")
-    return "\n".join([f"{answers[-1]}, says the speed model of this machine ({record['settings']['prompts']} prompts, our own decoder, prefill left out)", *lines])
+    return "\n".join([f"{answers[-1]} in {list(record['dtypes'])[-1]}, says the speed model of this machine ({record['settings']['prompts']} prompts, our own decoder, prefill left out)", *lines])
 
 
 def _times(ratio: dict) -> str:

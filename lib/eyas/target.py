@@ -62,15 +62,20 @@ class Target:
     rms_norm_eps: float
     config_hash: str
     fingerprint: str
+    trust_remote_code: bool = False
 
     @functools.cached_property
     def config(self) -> dict:
         return read_json(self.folder / "config.json")
 
     def tokenizer(self):
+        """EyasError where it is Python of its own that may not run."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.folder)
+        settings = self.folder / "tokenizer_config.json"
+        if not self.trust_remote_code and settings.is_file() and "AutoTokenizer" in (read_json(settings).get("auto_map") or {}):  # transformers would ask on the terminal
+            raise EyasError(f"the tokenizer of {self.name} is Python that lies in its folder", "leave to run it", "read it, then the same command with -p trust_remote_code true")
+        return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
 
     def tensor(self, ending: str) -> torch.Tensor:
         """The one weight whose name is or ends with `.ending`, in the dtype of the folder."""
@@ -120,8 +125,11 @@ class Target:
         return "\n".join(f"{name:20} {value}" for name, value in lines.items())
 
 
-def load_target(name: str) -> Target:
-    """`embedded`, or a local Hugging Face folder with config.json, safetensors and a tokenizer. EyasError for anything else."""
+def load_target(name: str, trust_remote_code: bool = False) -> Target:
+    """`embedded`, or a local Hugging Face folder with config.json, safetensors and a tokenizer. EyasError for anything else.
+
+    `trust_remote_code`: its tokenizer may be Python that lies in the folder.
+    """
     folder = embedded_target() if name == "embedded" else Path(name).expanduser().absolute()
     try:
         config = read_json(folder / "config.json")
@@ -137,7 +145,7 @@ def load_target(name: str) -> Target:
         )
     except KeyError as error:
         raise EyasError(f"the config.json of {folder.name!r} has no {error.args[0]}", "a decoder-only language model", EMBEDDED_COMMAND) from None
-    return Target(folder=folder, name=folder.name, config_hash=sha256_json(config), fingerprint=_fingerprint(folder), **facts)
+    return Target(folder=folder, name=folder.name, config_hash=sha256_json(config), fingerprint=_fingerprint(folder), trust_remote_code=trust_remote_code, **facts)
 
 
 def embedded_target() -> Path:
