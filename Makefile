@@ -26,7 +26,7 @@ report: .venv/.ready
 	.venv/bin/python -m eyas report --profile $(P) $(A)
 
 test: .venv/.ready
-	.venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: .venv/.ready
 	.venv/bin/python -m pytest -m slow

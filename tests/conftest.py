@@ -1,4 +1,4 @@
-"""Shared by all tests: one real server for the whole session, one data folder that is thrown away."""
+"""Shared by all tests: one real server for each process of tests, one data folder that is thrown away."""
 
 import os
 import sys
@@ -9,18 +9,13 @@ import pytest
 AT_ONCE = "PYTEST_XDIST_WORKER" in os.environ  # beside another process of tests, as in `make test`
 os.environ.setdefault("OMP_NUM_THREADS", "1" if AT_ONCE else "2")
 sys.path.insert(0, str(Path(__file__).parent))
-LAST = ("test_crashes", "test_docs", "test_sweep", "test_parity", "test_lab", "test_families", "test_served", "test_tune", "test_serving", "test_notebooks", "server")  # minutes; the longest begin first
+LAST = ("crashes", "docs", "sweep", "lab", "parity", "families", "served", "tune", "serving", "server", "notebooks")  # minutes each; the longest begin first
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Fast files first. Beside each other run files, not tests, which share what their file made; those that want the session's server stay together, so there is one."""
-    def group(item):
-        return "server" if "_server" in item.fixturenames else item.path.stem
-
-    items.sort(key=lambda item: -LAST.index(group(item)) if group(item) in LAST else -len(LAST))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
+    """Fast files first."""
+    places = {f"test_{name}": -place for place, name in enumerate(LAST)}
+    items.sort(key=lambda item: places.get(item.path.stem, -len(LAST)))
 
 
 @pytest.fixture(scope="session")

@@ -75,6 +75,12 @@ def test_status_reads_back_what_matters(server, embedded):
     check_for_capture(status, BOUNDARIES, embedded)
 
 
+def test_the_other_processes_are_copies_of_the_first(server):
+    """On the plain CPU platform; spawned ones import everything again, which takes as long as all else at the start."""
+    children = psutil.Process(server[1].pid).children(recursive=True)
+    assert len(children) >= 2 and not any("multiprocessing" in word for child in children for word in child.cmdline())
+
+
 @pytest.mark.parametrize("change, said", [
     ({"capture": None}, "no capture plugin"),
     ({"radix_cache": True}, "--disable-radix-cache"),

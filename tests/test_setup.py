@@ -151,7 +151,7 @@ def make(folder: Path, *arguments: str, version_is_wrong: int = 0) -> tuple[int,
     return done.returncode, called.read_text().splitlines() if called.exists() else [], done.stderr
 
 
-TEST = "-m pytest -n 2 --dist loadgroup --no-loadscope-reorder"
+TEST = "-m pytest -n 2 --dist loadfile --no-loadscope-reorder"
 INSTALL = ["-m pip install -qq --no-deps -r requirements/cpu.txt", "-m pip install -qq --no-deps --no-build-isolation -e . -e patches/capture -e patches/cpu"]
 
 
