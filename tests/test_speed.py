@@ -132,5 +132,5 @@ def test_verdict(low, high, said):
     parts = {dtype: {"measured": rows, "grid": [0] * 9, "best": best, "costs": {"spread": spread}} for dtype, rows, spread in (("float32", [own], 0.1), ("bfloat16", [own, best], 0.8))}
     first, float32, bfloat16, busy = verdict({"settings": {"prompts": 4}, "dtypes": parts}).split("\n")
     assert "scattered by 80%" in busy
-    assert first.startswith(f"{said}, ") and f"[{low:.2f}, {high:.2f}]" in bfloat16 and "the profile's own setting 0.66 times plain decoding [0.60, 0.70] (predicted 0.70)" in bfloat16
+    assert first.startswith(f"{said} in bfloat16, ") and f"[{low:.2f}, {high:.2f}]" in bfloat16 and "the profile's own setting 0.66 times plain decoding [0.60, 0.70] (predicted 0.70)" in bfloat16
     assert float32.startswith("float32: with steps 2, top-k 1, draft tokens 3, the best of 9 settings by prediction (1.25); the profile's own setting 0.66")
