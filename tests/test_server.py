@@ -20,6 +20,7 @@ from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.extract import capture, chosen, extract
 from eyas.files import ROOT, seal
+from eyas.orphans import still_running
 from eyas.parity import Asked
 from eyas.prompts import Sample, encode, load_prompts
 from eyas.serve import LIMITS, Server, check_for_capture, find_server, need_servers, server_up, started_ticks
@@ -264,7 +265,8 @@ def test_killed_halfway_the_same_command_finishes(server, embedded):
     overrides = [arg for name in ("run_name", "target", "server_url", "train_samples", "heldout_samples", "max_length", "shard_mib", "concurrency")
                  for arg in ("-p", name, str(getattr(config, name)))]
     command = [sys.executable, "-m", "eyas", "extract", "--profile", "smoke", *overrides, "-p", "boundaries", "[2,15,27]"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    slowly = [*command, "-p", "concurrency", "1"]  # so that there is time to kill it
+    process = subprocess.Popen(slowly, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     index = config.store_dir / "index.parquet"
     deadline = time.monotonic() + 240
     while not (index.is_file() and (pd.read_parquet(index)["state"] == "extracted").sum() >= 8):
@@ -331,6 +333,18 @@ def test_down_ends_the_whole_family_and_nobody_else(tmp_path):
     Server("http://127.0.0.1:9", process.pid, started_ticks(process.pid), tmp_path).down(timeout_s=1)
     process.wait()
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family)
+
+
+def test_a_server_that_nobody_collects_is_down(tmp_path):
+    """As in a report, which inherits the servers of its notebooks: they stay zombies until it ends, and down waited half a minute for them."""
+    holder = subprocess.Popen([sys.executable, "-c", "import subprocess, time; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True); time.sleep(600)"],
+                              stdout=subprocess.PIPE, text=True)  # fmt: skip
+    process = psutil.Process(int(holder.stdout.readline()))
+    Server("http://127.0.0.1:9", process.pid, started_ticks(process.pid), tmp_path).down()
+    assert process.status() == psutil.STATUS_ZOMBIE and still_running([process], 0.0) == []
+    assert still_running([psutil.Process(holder.pid)], 0.0) != []
+    holder.kill()
+    holder.wait()
 
 
 def test_what_a_dead_server_left_behind_is_ended_too(tmp_path):

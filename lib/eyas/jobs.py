@@ -32,6 +32,7 @@ from eyas import progress
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.files import data_dir, read_json, write_json, write_text
+from eyas.orphans import still_running
 from eyas.serve import log_tail, shown, started_ticks
 
 COMMANDS = ("extract", "train", "sweep")
@@ -165,11 +166,11 @@ def stop(job: Job, patience_s: float = 60.0) -> bool:
     family = process.children(recursive=True)
     with contextlib.suppress(psutil.NoSuchProcess):
         process.send_signal(signal.SIGTERM)
-    _, left = psutil.wait_procs([process], timeout=patience_s)
+    left = still_running([process], patience_s)
     for one in [*left, *(p for p in family if left or p.is_running())]:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
-    psutil.wait_procs([*left, *family], timeout=10.0)
+    still_running([*left, *family], 10.0)
     if job.end() is None:  # it had no time to say so
         write_json(job.folder / "end.json", {"state": "stopped", "code": INTERRUPTED, "ended": _now()})
     return True

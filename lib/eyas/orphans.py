@@ -22,6 +22,19 @@ def watch() -> subprocess.Popen:
                             start_new_session=True)  # a Ctrl-C in the terminal is not for it
 
 
+def still_running(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those that have not ended within that time. A zombie has ended: its own parent may be gone, and who inherited it may collect it late."""
+    end = time.monotonic() + timeout_s
+    while True:
+        left = []
+        for process in psutil.wait_procs(processes, timeout=0)[1]:  # our own children are collected here
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left += [process] * (process.status() != psutil.STATUS_ZOMBIE)
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.05)
+
+
 def _main(driver: int, spared: set[int]) -> None:
     seen: set[psutil.Process] = set()
     while os.getppid() == driver:

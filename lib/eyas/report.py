@@ -426,7 +426,7 @@ def _nothing_outlives() -> Iterator[None]:
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     stop(process)
-            left = psutil.wait_procs(left, timeout=20)[1]
+            left = orphans.still_running(left, 20.0)
         watcher.kill()
         watcher.wait()
         adopt(36, 0)

@@ -21,6 +21,7 @@ import psutil
 
 from eyas.errors import EyasError
 from eyas.files import ROOT, read_json, write_json
+from eyas.orphans import still_running
 from eyas.progress import MARK, bytes_text
 
 CELL_TIMEOUT_S = 4 * 3600.0
@@ -93,7 +94,7 @@ def _stop(child: subprocess.Popen) -> None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=10)
                 break
-        for kernel in psutil.wait_procs(kernels, timeout=5)[1]:
+        for kernel in still_running(kernels, 5.0):
             kernel.kill()
 
 

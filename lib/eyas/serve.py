@@ -23,6 +23,7 @@ import psutil
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.files import data_dir, read_json, write_json
+from eyas.orphans import still_running
 from eyas.target import Target, check_boundaries, load_target
 
 LOG_TAIL_LINES = 15
@@ -111,7 +112,7 @@ class Server:
                     member.send_signal(sign)
                 except psutil.NoSuchProcess:
                     pass
-            if not psutil.wait_procs(family, timeout=patience_s)[1]:
+            if not still_running(family, patience_s):
                 break
         (self.folder / "server.json").unlink(missing_ok=True)
 

@@ -219,8 +219,7 @@ class Sweep:
         """Ray, and on this machine also what it and its workers started, which end by themselves when their parents are gone."""
         started = [] if self.config.ray_address else [p for p in psutil.Process().children(recursive=True) if p not in self._before]
         ray.shutdown()
-        _, left = psutil.wait_procs(started, timeout=15)
-        for process in left:
+        for process in orphans.still_running(started, 15.0):
             process.kill()
 
     def _stop_ray(self) -> None:
