@@ -1,8 +1,10 @@
 """The real server: what it says of itself, and whether the captured rows are the target's, for any mix of requests."""
 
+import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,16 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
-import pandas as pd
 import psutil
 import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
+import eyas.serve
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.extract import capture, chosen, extract
-from eyas.files import ROOT, seal
+from eyas.files import ROOT, read_parquet, seal
 from eyas.orphans import still_running
 from eyas.parity import Asked
 from eyas.prompts import Sample, encode, load_prompts
@@ -205,6 +207,31 @@ def test_rows_as_computed_of_a_prefill_are_all_of_them(server, send, conversatio
     same_rows(rows, send([ids])[0])
 
 
+def test_a_free_port_that_was_taken_meanwhile_costs_a_new_start(tmp_path, monkeypatch):
+    """The port is chosen half a minute before SGLang binds it. Here a plain HTTP server is started, which says what uvicorn says."""
+    code = """if True:
+        import http.server, sys
+        class Answer(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(200)
+                self.end_headers()
+        http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
+    """
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and doesn't listen: not seen before
+        port, free, given = taken.getsockname()[1], eyas.serve._free_port, []
+        monkeypatch.setattr(eyas.serve, "_free_port", lambda: given.append(free() if given else port) or given[-1])
+        config = Config(run_name="port", server_timeout_s=60)
+        up = functools.partial(eyas.serve._up, command=lambda port: ([sys.executable, "-c", code, str(port)], {}), folder=tmp_path, tied=True)
+        server = up(config)
+        try:
+            assert len(given) == 2 and server.url == f"http://127.0.0.1:{given[1]}" and httpx.get(f"{server.url}/health").status_code == 200
+        finally:
+            server.down()
+        with pytest.raises(EyasError, match="died while starting[^$]*Address already in use"):
+            up(Config(run_name="port", port=port))
+
+
 def test_server_is_found_again_and_a_second_one_refused(server):
     config, running = server
     assert find_server(config).pid == running.pid
@@ -269,12 +296,12 @@ def test_killed_halfway_the_same_command_finishes(server, embedded):
     process = subprocess.Popen(slowly, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     index = config.store_dir / "index.parquet"
     deadline = time.monotonic() + 240
-    while not (index.is_file() and (pd.read_parquet(index)["state"] == "extracted").sum() >= 8):
+    while not (index.is_file() and (read_parquet(index)["state"] == "extracted").sum() >= 8):
         assert process.poll() is None and time.monotonic() < deadline, "it ended before it could be killed"
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    counted = int((pd.read_parquet(index)["state"] == "extracted").sum())
+    counted = int((read_parquet(index)["state"] == "extracted").sum())
     assert 8 <= counted < 30
     end = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert end.returncode == 0, end.stderr

@@ -1,6 +1,7 @@
 """The store without a server: what it promises to whoever writes, reads, is killed or meets altered bytes."""
 
 import errno
+import itertools
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pyarrow.parquet as pq
@@ -19,9 +21,9 @@ from safetensors.torch import load_file, save_file
 import eyas.files
 from eyas.errors import EyasError
 from eyas.extract import write_data_config
-from eyas.files import is_sealed, read_json, seal, write_safetensors
+from eyas.files import is_sealed, read_json, read_parquet, seal, write_safetensors
 from eyas.plan import last_run
-from eyas.store import Planned, Rows, Store, StoreDamaged, StoreWriter, content_hash, from_fp8, lock_for_reading, to_fp8
+from eyas.store import Planned, Rows, Store, StoreDamaged, StoreWriter, content_hash, from_fp8, lock_for_reading, read_index, to_fp8
 from eyas.target import Head
 from eyas.verify import repair, verify
 from stores import write_store
@@ -613,3 +615,26 @@ def test_an_older_format_is_refused_by_its_name(tmp_path, older, sealed):
 def test_the_index_is_plain_parquet(tmp_path):
     table = pq.read_table(write(tmp_path / "store", ["a", "b"]).folder / "index.parquet")
     assert table.column("id").to_pylist() == ["a", "b"] and re.fullmatch("[0-9a-f]{32}", table.column("content_hash")[0].as_py())
+
+
+def test_an_index_that_is_replaced_meanwhile_is_read_whole(tmp_path):
+    """As an extraction does it, every few seconds. Given the path, pyarrow opens it twice, which met both files (some reads in a hundred here)."""
+    folder = write(tmp_path / "store", ["a", "b"]).folder
+    index, ended = folder / "index.parquet", threading.Event()
+    versions = [index.read_bytes(), (write(tmp_path / "longer", [f"another-{n}" for n in range(40)]).folder / "index.parquet").read_bytes()]
+
+    def replace():
+        for n in itertools.count():
+            (tmp_path / "next").write_bytes(versions[n % 2])
+            os.replace(tmp_path / "next", index)
+            if ended.is_set():
+                return
+
+    writer = threading.Thread(target=replace)
+    writer.start()
+    try:
+        lengths = {len(frame) for _ in range(300) for frame in (read_index(folder)[0], read_parquet(index))}
+    finally:
+        ended.set()
+        writer.join()
+    assert lengths <= {2, 40}

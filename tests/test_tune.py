@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +16,12 @@ from scipy.stats import ttest_1samp
 from eyas.cli import main
 from eyas.config import PROFILES, Config
 from eyas.errors import EyasError
+from eyas.extract import SampleError
 from eyas.files import ROOT, read_json, seal, write_json, write_text
 from eyas.plots import plot_tuning
 from eyas.serve import server_command, server_up
-from eyas.tune import Rows, Search, _check_rows, find_result, how_to_tune, moved, noise_bound, options, paired_ratio, profile_text, summary, trials_table, tune, verdict
+from eyas.target import Target
+from eyas.tune import Bench, Rows, Search, _check_rows, find_result, how_to_tune, moved, noise_bound, options, paired_ratio, profile_text, summary, trials_table, tune, verdict
 from test_crashes import write_prompts
 from tiny import make_tiny_target
 
@@ -215,6 +218,16 @@ def test_a_walk_in_circles_ends(data, capsys):
     assert search.walk()[2] == "everything tried" and len(search.records) < 6
 
 
+def test_tokens_that_come_in_one_piece_are_asked_for_again(monkeypatch):
+    """On a busy machine: the time between the first piece and the last is then no measure."""
+    bench = Bench(Config(tune_new_tok=8, boundaries=(1, 2)), Target(Path(), "t", 2, 8, 16, 64, 1e-5, "", ""), [])
+    pieces = iter([[(3.0, 8)], [(4.0, 1), (4.5, 8)], *[[(5.0, 8)]] * 5])
+    monkeypatch.setattr(bench, "_stream", lambda server: next(pieces))
+    assert bench.decode(None) == 14
+    with pytest.raises(SampleError, match="all 8 tokens came in one piece, 5 times; raise tune_new_tok"):
+        bench.decode(None)
+
+
 # --- the search itself, with real servers
 
 
@@ -224,14 +237,16 @@ def test_a_killed_search_goes_on_and_a_setting_that_fails_is_refused(data, tmp_p
     folder = make_tiny_target(tmp_path / "tiny")
     prompts = write_prompts(tmp_path / "prompts.jsonl", 6, 1)
     settings = {"run_name": "t", "target": folder, "boundaries": "[1,2]", "prompt_set": prompts, "max_length": 64, "max_total_tok": 2048, "context_tok": 256, "threads": 1, "concurrency": 2,
-                "tune_minutes": 60, "tune_rounds": 3, "tune_samples": 4, "tune_new_tok": 8, "tune_try": "max_prefill_tok:64 attention_backend:none-such"}  # fmt: skip
+                "tune_minutes": 60, "tune_rounds": 3, "tune_samples": 4, "tune_new_tok": 32, "tune_try": "max_prefill_tok:64 attention_backend:none-such"}  # fmt: skip
     command = [sys.executable, "-m", "eyas", "tune", *(word for name, value in settings.items() for word in ("-p", name, str(value)))]
     environment = os.environ | {"EYAS_DATA": str(data), "PYTHONPATH": str(ROOT / "lib"), "OMP_NUM_THREADS": "1"}
     folder = data / "runs" / "t" / "tune"
-    process, end = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL), time.monotonic() + 900
+    said = tmp_path / "said"
+    with open(said, "wb") as file:
+        process, end = subprocess.Popen(command, env=environment, stdout=file, stderr=file), time.monotonic() + 900
     try:
         while not list(folder.glob("noise-*.json")):
-            assert process.poll() is None and time.monotonic() < end, "it ended before it could be killed"
+            assert process.poll() is None and time.monotonic() < end, f"it ended before it could be killed: {said.read_text()}"
             time.sleep(0.05)
     finally:
         process.kill()  # its servers are tied to it

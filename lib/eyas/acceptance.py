@@ -35,7 +35,7 @@ from eyas.config import Config
 from eyas.decode import EagleDraft, PromptLookup, ShuffledDraft, Step, Trace, greedy_decode, heldout_samples, load_model, response_start, speculative_decode
 from eyas.drafter import Drafter, initial_drafter
 from eyas.errors import EyasError
-from eyas.files import ROOT, read_json, write_atomic, write_json
+from eyas.files import ROOT, read_json, read_parquet, write_atomic, write_json
 from eyas.intervals import difference_interval, interval_text, ratio_interval
 from eyas.progress import Progress
 from eyas.prompts import humaneval, load_prompts, load_questions, prompt_ids, repeated_bigrams
@@ -463,7 +463,7 @@ def compare_runs(config: Config) -> dict:
     for run in (config, other):
         if not (run.acceptance_dir / "acceptance.json").is_file():
             raise EyasError(f"run {run.run_name!r} has no acceptance", "both runs decoded", _decode_command(run.run_name))
-        found.append((read_json(run.acceptance_dir / "acceptance.json"), pd.read_parquet(run.acceptance_dir / "acceptance.parquet").set_index("id").sort_index()))
+        found.append((read_json(run.acceptance_dir / "acceptance.json"), read_parquet(run.acceptance_dir / "acceptance.parquet").set_index("id").sort_index()))
     (record, table), (other_record, other_table) = found
     names = ("target_fingerprint", "eval_set", "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens",
              "speculative_use_rejection_sampling", "temperature", "max_new_tok", "dtype", "device")  # fmt: skip

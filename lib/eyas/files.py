@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import pandas as pd
     import torch  # seconds to import, and most commands do without
 
 RUN_PARTS = ("store", "drafter", "export", "acceptance", "prompts", "server", "notebooks", "tune", "sweep", "jobs")  # folders of a run
@@ -54,6 +55,14 @@ def write_json(path: Path, data: Any) -> Path:
 
 def read_json(path: Path) -> Any:
     return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def read_parquet(path: Path) -> "pd.DataFrame":
+    """A table that may be replaced meanwhile. pandas and pyarrow open a path twice, and join the first file's page headers with the second one's bytes."""
+    import pandas as pd
+
+    with open(path, "rb") as file:
+        return pd.read_parquet(file)
 
 
 def seal(data: dict) -> dict:

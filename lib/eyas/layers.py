@@ -22,7 +22,7 @@ from eyas.config import Config
 from eyas.drafter import DrafterConfig
 from eyas.errors import EyasError
 from eyas.export import check_servable
-from eyas.files import code_version, read_json, write_atomic, write_json
+from eyas.files import code_version, read_json, read_parquet, write_atomic, write_json
 from eyas.intervals import difference_interval, interval_text, ratio_interval
 from eyas.stats import Tokens, draw, probes, r_squared, read_tokens, unit_rows
 from eyas.store import Store, token_bytes
@@ -259,7 +259,7 @@ def load_study(config: Config) -> Study:
     folder = config.sweep_dir
     if not (folder / "study.json").is_file():
         raise EyasError(f"run {config.run_name!r} has no study of layers", "one that is finished", "python -m eyas sweep")
-    found = {name: pd.read_parquet(folder / f"{name}.parquet") for name in TABLES}
+    found = {name: read_parquet(folder / f"{name}.parquet") for name in TABLES}
     found["forward"]["boundaries"] = [tuple(map(int, b)) for b in found["forward"]["boundaries"]]  # Parquet knows no tuples
     record = read_json(folder / "study.json")
     return Study(**found, guided=record["guided"], record=record)

@@ -16,6 +16,8 @@ import time
 from html import escape
 from pathlib import Path
 
+from eyas.files import read_parquet
+
 MARK = '<div class="eyas-progress"'  # how the HTML of a bar begins
 job_folder: Path | None = None  # of the background job that this process is; set by eyas.jobs
 
@@ -184,10 +186,9 @@ class LiveFigure:
         if not self._on or time.monotonic() - self._drawn_s < self._every_s or not self._path.is_file():
             return
         import matplotlib.pyplot as plt
-        import pandas as pd
         from IPython.display import display
 
-        figure = self._draw(pd.read_parquet(self._path)).figure
+        figure = self._draw(read_parquet(self._path)).figure
         if self._handle is None:
             self._handle = display(figure, display_id=True)
         else:

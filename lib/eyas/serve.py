@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -28,6 +29,7 @@ from eyas.target import Target, check_boundaries, load_target
 
 LOG_TAIL_LINES = 15
 CONTEXT_MARGIN_TOK = 8  # SGLang keeps a few positions for output; a prompt as long as the context is to be captured too
+PORT_TRIES = 3
 SERVING_CHUNK_TOK = 2048  # prefill of a server that serves, as SGLang does on a small GPU
 # Of every client that threads share. The threads bound the connections: with a bound of its own httpcore closes idle connections, also one that another thread
 # was given just now, whose answer is then lost. An idle one is left before the server (after 5 s, as uvicorn does) leaves it.
@@ -76,7 +78,7 @@ class Server:
     def status(self) -> dict:
         """What matters, read back from the running server and not from the flags that we meant to give it."""
         try:
-            answer = httpx.get(f"{self.url}/server_info", timeout=30)
+            answer = httpx.get(f"{self.url}/server_info", timeout=httpx.Timeout(120, connect=30))
             answer.raise_for_status()
             info = dict(answer.json())
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError) as error:
@@ -276,15 +278,13 @@ def server_up(config: Config, tied: bool = False, chunk_tok: int = 0, owner: str
         raise EyasError(f"server_url = {config.server_url!r} names a server of your own", "an empty one to start another", "python -m eyas server up -p server_url ''")
     if running is not None:
         raise EyasError(f"a server of run {config.run_name!r} is already up at {running.url} (pid {running.pid})", "", f"python -m eyas server down {_profile_hint(config)}")
-    port = _port_for(config)
     spool = Path(config.spool_dir) if config.spool_dir else folder / "spool"
     spool.mkdir(parents=True, exist_ok=True)
     if not config.spool_dir:
         for leftover in spool.iterdir():  # of a server that is gone
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    server = _start(*server_command(config, target.folder, boundaries, port, spool, chunk_tok), port, folder, tied, owner)
+    server = _up(config, lambda port: server_command(config, target.folder, boundaries, port, spool, chunk_tok), folder, tied, owner)
     try:
-        server.wait(config.server_timeout_s)
         if server.status()["capture"] is None:
             raise EyasError(f"the server came up without the capture plugin; see {shown(server.log)}", "eyas_capture applied", "python -m eyas doctor")
     except BaseException:
@@ -306,10 +306,8 @@ def serving_up(config: Config, draft: Path | None, folder: Path, *, tied: bool =
     if running is not None:
         raise EyasError(f"a server of {shown(folder)} is already up at {running.url} (pid {running.pid})", "", f"stop it: kill {running.pid}")
     folder.mkdir(parents=True, exist_ok=True)
-    port = _port_for(config)
-    server = _start(*server_command(config, target.folder, (), port, folder, SERVING_CHUNK_TOK, draft), port, folder, tied)
+    server = _up(config, lambda port: server_command(config, target.folder, (), port, folder, SERVING_CHUNK_TOK, draft), folder, tied)
     try:
-        server.wait(config.server_timeout_s)
         drafter = server.status()["drafter"]
         if draft is not None and (drafter is None or drafter["boundaries"] is None):
             raise EyasError(f"the server came up without {'its drafter' if drafter is None else 'the plugin'}; see {shown(server.log)}", "both", "python -m eyas doctor")
@@ -317,6 +315,20 @@ def serving_up(config: Config, draft: Path | None, folder: Path, *, tied: bool =
         server.down()
         raise
     return server
+
+
+def _up(config: Config, command: Callable[[int], tuple[list[str], dict[str, str]]], folder: Path, tied: bool, owner: str = "") -> Server:
+    """Start `command(port)` and wait. A free port that somebody else took before the server did, which is half a minute, costs a new start with another."""
+    for tries_left in reversed(range(PORT_TRIES)):
+        port = _port_for(config)
+        server = _start(*command(port), port, folder, tied, owner)
+        try:
+            return server.wait(config.server_timeout_s)
+        except BaseException as error:
+            server.down()
+            if not (isinstance(error, EyasError) and not config.port and tries_left and "address already in use" in log_tail(server.log, 400).lower()):
+                raise
+    raise AssertionError  # the last try returns or raises
 
 
 def _start(command: list[str], environment: dict[str, str], port: int, folder: Path, tied: bool, owner: str = "") -> Server:

@@ -40,7 +40,7 @@ from eyas.config import Config
 from eyas.drafter import FILE, Drafter
 from eyas.errors import EyasError
 from eyas.export import LAYER, OPTIONAL_KEYS, export_sglang
-from eyas.files import read_json, write_atomic, write_json
+from eyas.files import read_json, read_parquet, write_atomic, write_json
 from eyas.intervals import difference_interval, interval_text, ratio_interval
 from eyas.progress import Progress
 from eyas.prompts import repeated_bigrams, template_hash
@@ -231,7 +231,7 @@ def our_decoding(config: Config, prompts: list[Prompt]) -> tuple[dict, pd.DataFr
     path = config.acceptance_dir / "acceptance.json"
     if not path.is_file():
         raise EyasError(f"run {config.run_name!r} has not decoded: there is nothing to compare the server with", "acceptance of our decoding", again)
-    record, table = read_json(path), pd.read_parquet(path.with_suffix(".parquet")).set_index("id")
+    record, table = read_json(path), read_parquet(path.with_suffix(".parquet")).set_index("id")
     asked = {
         "drafter_run": config.judged.run_name, "eval_set": config.eval_set, "speculative_num_steps": config.speculative_num_steps,
         "speculative_eagle_topk": config.speculative_eagle_topk, "speculative_num_draft_tokens": config.verified_tok, "speculative_use_rejection_sampling": config.speculative_use_rejection_sampling,

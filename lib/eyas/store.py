@@ -495,7 +495,8 @@ def read_index(folder: Path) -> tuple[pd.DataFrame, dict | None]:
     if not path.is_file() and not _has_shards(folder):
         return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in COLUMNS.items()}), None
     try:
-        table = pq.read_table(path)
+        with open(path, "rb") as file:  # once: see files.read_parquet
+            table = pq.read_table(file)
         frame, written = table.to_pandas(), json.loads(table.schema.metadata[b"eyas"])
         whole = written["rows"] == _rows_hash(frame)
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, UnicodeError, OverflowError, MemoryError):

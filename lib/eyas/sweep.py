@@ -37,7 +37,7 @@ import psutil
 from eyas import orphans, pages
 from eyas.config import Config
 from eyas.errors import EyasError
-from eyas.files import data_dir, git_state, read_json, sha256_json, write_atomic, write_json
+from eyas.files import data_dir, git_state, read_json, read_parquet, sha256_json, write_atomic, write_json
 from eyas.progress import Progress
 from eyas.report import NOTEBOOKS, is_alive, now, plain, this_process, versions
 from eyas.runner import declared_parameters, execute
@@ -85,7 +85,7 @@ class Member:
         """As `eyas.walk.walk` gives them. EyasError where the training is not finished."""
         if not self.finished:
             raise EyasError(f"the training with {self} is not finished", "one that is", "python -m eyas sweep")
-        return pd.read_parquet(self.counts_path)
+        return read_parquet(self.counts_path)
 
     def problem(self) -> str:
         """What went wrong, in one line; '' where nothing did."""

@@ -36,7 +36,7 @@ from eyas.certificate import need_certificate
 from eyas.config import Config
 from eyas.drafter import Drafter, DrafterConfig, initial_drafter, save_drafter
 from eyas.errors import EyasError
-from eyas.files import code_version, sha256_json, write_atomic
+from eyas.files import code_version, read_parquet, sha256_json, write_atomic
 from eyas.losses import get_loss
 from eyas.mixture import Mixture, shuffled
 from eyas.progress import Progress
@@ -533,7 +533,7 @@ def train(config: Config, store, target: Target, on_step=None) -> Path:
 
 def summary(config: Config) -> str:
     """The last losses and accuracies of a run, a line a split and draft step, and the training speed."""
-    metrics = pd.read_parquet(config.drafter_dir / "metrics.parquet")
+    metrics = read_parquet(config.drafter_dir / "metrics.parquet")
     steps = metrics[metrics["split"] == "train"].drop_duplicates("step")
     lines = [f"{len(steps)} optimiser steps, {steps['tok'].sum():,} response tokens in {steps['seconds'].sum():.0f} s: {steps['tok'].sum() / steps['seconds'].sum():,.0f} tok/s"]
     for row in metrics[metrics["step"] == metrics["step"].max()].itertuples():
