@@ -35,7 +35,7 @@ def main() -> None:
     args = parser.parse_args()
     config = Config.load(args.profile, **dict(args.p))
     config = dataclasses.replace(config, port=0, decode_prompts=args.prompts)
-    target = load_target(config.target)
+    target = load_target(config.target, config.trust_remote_code)
     prompts = eval_prompts(config, target)
     with tempfile.TemporaryDirectory(prefix="eyas-") as folder:
         export = export_sglang(load_drafter(config.judged.drafter_dir, target), target, Path(folder) / "export")

@@ -47,11 +47,13 @@ def _server(embedded, server_data):
     before = os.environ.get("EYAS_DATA")
     os.environ["EYAS_DATA"] = str(server_data)
     config = Config.create(run_name="session", target=str(embedded.folder), context_tok=2048, max_total_tok=32768, threads=1)
-    server = server_up(config, tied=True)
-    if before is None:
-        del os.environ["EYAS_DATA"]
-    else:
-        os.environ["EYAS_DATA"] = before
+    try:
+        server = server_up(config, tied=True)
+    finally:
+        if before is None:
+            del os.environ["EYAS_DATA"]
+        else:
+            os.environ["EYAS_DATA"] = before
     yield config, server
     server.down()
 

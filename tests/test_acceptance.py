@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -187,7 +188,7 @@ def test_measure_writes_counts_that_add_up(data, target, drafter, prompts):
     assert record["accepted_per_step"]["value"] == pytest.approx(counts["accepted"] / counts["verify_steps"])
     assert record["speed_ratio"]["value"] == pytest.approx(counts["greedy_s"] / counts["speculative_s"])
     assert sum(c["verify_steps"] for c in record["by_category"]) == counts["verify_steps"]
-    assert record["speed_ratio_bfloat16"]["value"] > 0
+    assert record["speed_ratio_bfloat16"]["value"] > 0 and record["speed_ratio_bfloat16"]["prompts"] == min(config.check_bf16_prompts, len(table))
     same, again = record["identical_to_greedy"]["float32"], record["identical_to_greedy"]["bfloat16"]
     assert (same["prompts"], same["differing"]) == (len(prompts), 0)
     assert again["prompts"] == 3 and again["ties"] + again["not_ties"] == again["differing"] == len(again["differences"])
@@ -280,7 +281,7 @@ def test_own_conversations(tmp_path, embedded):
 def write_run(name: str, accepted: list[int], **changed) -> Config:
     config = Config.create(run_name=name)
     names = ("eval_set", "speculative_num_steps", "speculative_eagle_topk", "speculative_use_rejection_sampling", "temperature", "device")
-    settings = {n: getattr(config, n) for n in names} | {"target_fingerprint": "f", "speculative_num_draft_tokens": 4, "max_new_tok": 64, "dtype": "float32"}
+    settings = {n: getattr(config, n) for n in names} | {"drafter_run": name, "target_fingerprint": "f", "speculative_num_draft_tokens": 4, "max_new_tok": 64, "dtype": "float32"}
     table = pd.DataFrame({"id": [f"s{i}" for i in range(len(accepted))], "prompt_tok": 5, "verify_steps": 10, "accepted": accepted, "greedy_s": 2.0, "speculative_s": 1.0}
                          | {f"{n}_{i}": [a // 3 if n == "accepted" else 10 for a in accepted] for n in ("reached", "accepted") for i in (1, 2, 3)})
     config.acceptance_dir.mkdir(parents=True)
@@ -299,6 +300,21 @@ def test_two_drafters_are_paired_by_prompt(data):
     apart = found["values"][0]
     assert apart["high"] - apart["low"] > 1  # each by itself: nothing to be seen
     assert "a accepts more" in comparison_text(found) and found["speed_ratio"]["value"] == 0.0
+
+
+def test_the_drafter_of_another_run_is_judged_beside_ones_own(data):
+    """Nothing of one's own is written over, and the comparison names whose drafters they are. A run without a drafter has one place only."""
+    config = write_run("mine", [5, 6, 7, 8])
+    config.drafter_dir.mkdir()
+    theirs = dataclasses.replace(config, drafter_run="theirs")
+    assert theirs.acceptance_dir == config.acceptance_dir / "theirs" and theirs.judged.export_dir == dataclasses.replace(config, run_name="theirs").export_dir
+    assert dataclasses.replace(config, member="m", drafter_run="").export_dir == config.sweep_dir / "m" / "export"
+    assert dataclasses.replace(theirs, run_name="eval").acceptance_dir.name == "acceptance"
+    shutil.copytree(write_run("x", [6, 7, 8, 9], drafter_run="theirs").acceptance_dir, theirs.acceptance_dir)
+    found = compare_runs(Config.create(run_name="mine", drafter_run="theirs", compare_run="mine"))
+    assert found["runs"] == ["theirs (judged by mine)", "mine"] and "theirs (judged by mine) accepts more" in comparison_text(found)
+    with pytest.raises(EyasError, match="another run's folder name"):
+        Config.create(run_name="mine", compare_run="mine")
 
 
 def test_comparing_what_cannot_be_compared(data):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from eyas_capture.hooks import Capture, Spool
+from eyas_capture.hooks import Capture, Spool, drafter_state
 from safetensors.torch import load_file
 
 
@@ -49,6 +49,12 @@ def test_a_disk_that_hangs_does_not_hold_the_scheduler_and_the_quota_holds(tmp_p
     wait_for(lambda: "path" in capture.hand_over("c", lambda: capture.whole(request, 200, 100)))
     wait_for((tmp_path / "spool" / "c.safetensors").exists)
     assert torch.equal(load_file(tmp_path / "spool" / "c.safetensors")["boundary_2"], capture.rows[2][200:])
+
+
+def test_a_server_that_drafts_without_a_model_is_no_error():
+    """SGLang's n-gram worker says None where an EAGLE worker has its drafter."""
+    assert drafter_state(SimpleNamespace(draft_worker=None)) is None
+    assert drafter_state(SimpleNamespace(draft_worker=SimpleNamespace(draft_worker=None))) is None
 
 
 def test_a_request_larger_than_the_quota_is_refused_for_good(tmp_path):

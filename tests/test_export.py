@@ -345,6 +345,7 @@ def test_wrong_drafter_files_are_refused_by_name(target, drafter, tmp_path, chan
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 2, 3]}}, "different ones from 0 to 5"),
     ({"eagle_config": {}, "eagle_aux_hidden_state_layer_ids": [2, 3, 4]}, "outside of eagle_config.*--ids-of ENGINE"),
     ({"num_hidden_layers": 2}, "2 layers"),
+    ({"hidden_size": None, "rms_norm_eps": None}, "has no hidden_size, rms_norm_eps"),
     ({"fc_norm": True}, "missing weights: fc_norm.0.weight"),
     ({"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}, "RoPE of type 'longrope'"),
 ])  # fmt: skip
@@ -398,6 +399,13 @@ def test_eagles_own_checkpoint(target, drafter, tmp_path):
         assert torch.equal(expected, found.drafter.state_dict()[name]), name
     with pytest.raises(EyasError, match="fc.weight has the shape"):  # no ids: three boundaries
         read_checkpoint(tmp_path / "eagle", target, boundaries=(2, 3))
+
+
+def test_a_torn_index_is_said(target, drafter, tmp_path):
+    folder = export_sglang(drafter, target, tmp_path / "export")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"fc.wei')
+    with pytest.raises(EyasError, match="model.safetensors.index.json in 'export' can't be read.*copy the checkpoint again"):
+        read_checkpoint(folder, target)
 
 
 def test_without_a_draft_vocabulary(target, drafter, tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 import subprocess
 import sys
@@ -248,9 +249,11 @@ def test_committed_index_is_of_the_committed_runs():
 
 def test_a_reader_that_goes_away():
     """`| head` ends quietly, as for other programs; another broken pipe is still an error."""
-    code = "import time; time.sleep(1); from eyas.cli import main; raise SystemExit(main(['profile']))"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PYTHONPATH": str(ROOT / "lib")})
-    process.stdout.close()
+    code = "from eyas.cli import main; raise SystemExit(main(['profile']))"
+    read, write = os.pipe()
+    os.close(read)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, env={"PYTHONPATH": str(ROOT / "lib")})
+    os.close(write)
     assert process.stderr.read() == b"" and process.wait() == EXIT_BROKEN_PIPE
 
 

@@ -83,7 +83,7 @@ assert live._handle.display_id == first
     for last in ("", "live.close()"):
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source + last)])
         (tmp_path / "t.parquet").unlink(missing_ok=True)
-        NotebookClient(notebook, kernel_name="python3").execute()
+        NotebookClient(notebook, kernel_name="python3", iopub_timeout=60).execute()
         (output,) = [o for o in notebook.cells[0].outputs if o["output_type"] != "stream"]
         assert output["output_type"] == "display_data"
         assert ("image/png" in output["data"]) == (last == "") and (last == "" or output["data"] == {"text/plain": ""})

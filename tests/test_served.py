@@ -21,7 +21,7 @@ from eyas.errors import EyasError
 from eyas.export import engine_boundaries, export_sglang
 from eyas.files import ROOT, read_json, write_json
 from eyas.serve import serving_up
-from eyas.served import Answer, agree, cause_table, causes, check, checkpoint_causes, count, our_decoding, read_answer, round_trip, round_trip_table, side_table, sides, with_faults
+from eyas.served import Answer, agree, cause_table, causes, check, checkpoint_causes, count, our_decoding, read_answer, round_trip, round_trip_table, same_settings, side_table, sides, with_faults
 from eyas.target import load_target
 
 BOUNDARIES, STEPS, NEW_TOK, END = (1, 3, 5), 3, 30, 2
@@ -247,6 +247,14 @@ def test_what_the_server_says_of_itself_is_looked_at(world, checked):
     assert wrong(dtype="bfloat16") == ["dtype"]
     assert wrong(table=checked.prompts.assign(server_prompt_tok=checked.prompts["prompt_tok"] + 1)) == ["prompt tokens"]
     assert wrong(drafting={"path": str(config.export_dir / "nowhere")}) == []  # of a server elsewhere: not known
+
+
+def test_a_server_that_drafts_with_other_settings_is_named():
+    config = Config(run_name="x", speculative_num_steps=3)
+    told = {"num_steps": 3, "topk": 1, "draft_tokens": 4}
+    same_settings({"drafter": told}, config)
+    with pytest.raises(EyasError, match="drafts with speculative_num_steps 5, speculative_num_draft_tokens 6; expected speculative_num_steps 3, .* 4; next: .*-p speculative_num_steps 5"):
+        same_settings({"drafter": told | {"num_steps": 5, "draft_tokens": 6}}, config)
 
 
 @server

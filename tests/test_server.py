@@ -352,7 +352,9 @@ def test_down_ends_the_whole_family_and_nobody_else(tmp_path):
     stubborn = "import signal, subprocess, sys, time; signal.signal(15, signal.SIG_IGN); subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", stubborn], start_new_session=True)
     parent = psutil.Process(process.pid)
+    end = time.monotonic() + 60
     while not parent.children():
+        assert time.monotonic() < end
         time.sleep(0.05)
     family = [parent, *parent.children()]
     Server("http://127.0.0.1:9", process.pid, started_ticks(process.pid) - 100, tmp_path).down(timeout_s=1)  # another process with this pid
@@ -375,15 +377,37 @@ def test_a_server_that_nobody_collects_is_down(tmp_path):
 
 
 def test_what_a_dead_server_left_behind_is_ended_too(tmp_path):
-    """SGLang's detokenizer has been seen to outlive a server that was killed."""
-    process = subprocess.Popen(["bash", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True, start_new_session=True)
-    child, ticks = psutil.Process(int(process.stdout.readline())), started_ticks(process.pid)
+    """SGLang's detokenizer has been seen to outlive a server that was killed. What else is in a session of that number is somebody's own: after a new start they count anew."""
+    code = "exec -a sglang::detokenizer sleep 600 & echo $!; exec -a other sleep 600 & echo $!; wait"
+    process = subprocess.Popen(["bash", "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    ticks, child, stranger = started_ticks(process.pid), *(psutil.Process(int(process.stdout.readline())) for _ in range(2))
+    end = time.monotonic() + 60
+    while stranger.cmdline()[:1] != ["other"] or child.cmdline()[:1] != ["sglang::detokenizer"]:
+        assert time.monotonic() < end
+        time.sleep(0.01)
     process.kill()
     process.wait()
     assert child.is_running()
     Server("http://127.0.0.1:9", process.pid, ticks, tmp_path).down(timeout_s=1)
     psutil.wait_procs([child], timeout=5)
-    assert not child.is_running()
+    assert not child.is_running() and stranger.is_running()
+    stranger.kill()
+
+
+def test_a_server_whose_record_cannot_be_written_is_not_left(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(eyas.serve, "write_json", full)
+    mark = f"sleep 600 # {tmp_path}"
+    with pytest.raises(OSError, match="No space"):
+        eyas.serve._start(["bash", "-c", mark], {}, 1, tmp_path, tied=True)
+    assert not [p for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
+
+
+def test_an_address_that_is_none_is_said():
+    with pytest.raises(EyasError, match="'http://host:port' is no address.*-p server_url"):
+        Server("http://host:port").wait(5)
 
 
 def test_boundaries_outside_the_target_are_refused_before_a_server_starts(embedded, data):

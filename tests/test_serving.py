@@ -176,6 +176,13 @@ def test_no_drafter_there(world, tmp_path):
         serving_up(config, tmp_path / "nothing", tmp_path / "server")
 
 
+@pytest.mark.parametrize(("size", "said"), [(512, "draft vocabulary of 512 of 1,024 tokens; expected all of them"), (1024, "on a plain CPU; expected a GPU")])
+def test_rejection_sampling_is_refused_where_the_server_would_die_of_it(world, tmp_path, size, said):
+    write_json(tmp_path / "config.json", {"draft_vocab_size": size, "vocab_size": 1024})
+    with pytest.raises(EyasError, match=f"{said}.*-p speculative_use_rejection_sampling false"):
+        serving_up(Config.create(run_name="x", target=str(world.target.folder), speculative_use_rejection_sampling=True), tmp_path, tmp_path / "server")
+
+
 # ---- SmolLM2 in bfloat16, beside the session's server
 
 

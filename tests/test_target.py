@@ -310,3 +310,16 @@ def test_a_tokenizer_that_is_python_runs_only_where_it_is_trusted(tmp_path):
         load_target(str(folder)).tokenizer()
     tokenizer = load_target(str(folder), trust_remote_code=True).tokenizer()
     assert tokenizer.own and tokenizer("A young eagle").input_ids == load_target(str(make_tiny_target(tmp_path / "plain"))).tokenizer()("A young eagle").input_ids
+
+
+def test_a_model_that_is_python_runs_only_where_it_is_trusted(tmp_path):
+    folder = make_tiny_target(tmp_path / "own")
+    plain = load_target(str(folder)).causal_lm(torch.float32)
+    (folder / "modeling_own.py").write_text("from transformers import LlamaConfig, LlamaForCausalLM\n\n\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n\n\n"
+                                            "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n    own = True\n")
+    auto_map = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    write_json(folder / "config.json", read_json(folder / "config.json") | {"model_type": "own", "architectures": ["OwnModel"], "auto_map": auto_map})
+    with pytest.raises(EyasError, match="the model own is Python that lies in its folder.*-p trust_remote_code true"):
+        load_target(str(folder)).causal_lm(torch.float32)
+    model, ids = load_target(str(folder), trust_remote_code=True).causal_lm(torch.float32), torch.arange(9)[None]
+    assert model.own and torch.equal(model(ids).logits, plain(ids).logits)

@@ -407,7 +407,9 @@ def test_killed_and_started_again_gives_the_same_weights(data, store, target):
         assert torch.equal(again.state_dict()[name], tensor), name
     tables = [pd.read_parquet(data / "runs" / name / "drafter" / "metrics.parquet").drop(columns="seconds") for name in ("whole", "killed")]
     pd.testing.assert_frame_equal(*tables)
+    before = (config.drafter_dir / "drafter.safetensors").stat()
     train(config, store, target, on_step=lambda done: pytest.fail("a finished run has nothing left to do"))
+    assert (config.drafter_dir / "drafter.safetensors").stat() == before, "its record names the code that trained it, and what was judged since is not older than it"
 
 
 def test_checkpoint_of_something_else_is_refused(data, store, target, tmp_path):

@@ -19,8 +19,9 @@ from eyas.errors import EyasError
 from eyas.extract import SampleError
 from eyas.files import ROOT, read_json, seal, write_json, write_text
 from eyas.plots import plot_tuning
+from eyas.prompts import load_prompts
 from eyas.serve import server_command, server_up
-from eyas.target import Target
+from eyas.target import Target, load_target
 from eyas.tune import Bench, Rows, Search, _check_rows, find_result, how_to_tune, moved, noise_bound, options, paired_ratio, profile_text, summary, trials_table, tune, verdict
 from test_crashes import write_prompts
 from tiny import make_tiny_target
@@ -60,6 +61,22 @@ def test_equals_are_seldom_kept_and_the_interval_holds():
 def test_what_is_kept(prefill, decode, kept, why):
     ratios = {m: dict(zip(("value", "low", "high"), r)) for m, r in (("prefill", prefill), ("decode", decode))}
     assert verdict(ratios, {"prefill": 1.04, "decode": 1.04}) == (kept, why)
+
+
+def test_a_confirmation_has_to_gain_more_than_the_noise(data, tmp_path, monkeypatch):
+    """The real search with measurements that are given: two equal servers are 6 % apart, the change gains 10 % in its trial and 2 % in new servers."""
+    gains = iter([1.06, 1.10, 1.02])
+    monkeypatch.setattr(Search, "_rows_of", lambda self, config: Rows([], ()))
+    monkeypatch.setattr(Search, "_measure", lambda self, first, second, reference, early: (
+        {m: ([100.0, 100.1, 99.9], [100 * g, 100.1 * g, 99.9 * g]) for g in [next(gains)] for m in ("prefill", "decode")}, {}))  # fmt: skip
+    for name in ("ahead", "ready", "close"):
+        monkeypatch.setattr(Bench, name, lambda self, *_: None)
+    monkeypatch.setattr(Bench, "alive", lambda self, side: True)
+    config = Config.create(run_name="t", target=str(make_tiny_target(tmp_path / "tiny")), boundaries="[1,2]", prompt_set=str(write_prompts(tmp_path / "prompts.jsonl", 6, 1)),
+                           max_length=64, max_total_tok=2048, context_tok=256, tune_try="huge_pages:true", tune_minutes=60)  # fmt: skip
+    result = tune(config, load_target(config.target), load_prompts(config.prompt_path))
+    assert [r["state"] for r in result["trials"]] == ["noise", "kept", "not kept"] and result["kept"] == {"huge_pages": True} and not result["helped"]
+    assert result["trials"][2]["reason"] == "no more than noise" and not (config.tune_dir / "tuned.yaml").exists()
 
 
 def test_rows_that_differ_are_refused():
@@ -203,6 +220,8 @@ def test_the_walk_combines_what_helps_and_ends(data, capsys):
     config = Config(tune_minutes=1000, tune_trials=1000, tune_try="concurrency:32 max_prefill_tok:2048,4096 huge_pages:true")
     kept, noise, ended = (search := Given(config, speed)).walk()
     assert kept == {"max_prefill_tok": 2048, "huge_pages": True, "concurrency": 32} and ended == "everything tried" and noise["decode"] == pytest.approx(1 / 0.99)
+    changes = [(r["kept"], r["tried"]) for r in search.records if r["kind"] == "change"]
+    assert all(changes.count(change) == 1 for change in changes), "each once, also where it is tried in vain in two passes"
     assert search.records[1]["state"] == "not kept" and search.records[1]["tried"] == {"concurrency": 32}, "it is tried again beside the others"
     assert Given(Config(tune_minutes=1000, tune_trials=2, tune_try=config.tune_try), speed).walk()[::2] == ({"max_prefill_tok": 2048}, "2 trials made (tune_trials)")
     assert Given(Config(tune_minutes=4, tune_try=config.tune_try), speed).walk()[::2] == ({"max_prefill_tok": 2048}, "4 minutes spent (tune_minutes)")
@@ -264,9 +283,6 @@ def test_a_killed_search_goes_on_and_a_setting_that_fails_is_refused(data, tmp_p
 
     config = Config.create(**{name: str(value) if not isinstance(value, int) else value for name, value in settings.items()})
     with pytest.raises(EyasError, match="begun with tune_rounds = 3, now 4"):
-        from eyas.prompts import load_prompts
-        from eyas.target import load_target
-
         tune(Config.create(**{**config.__dict__, "tune_rounds": 4}), load_target(config.target), load_prompts(config.prompt_path))
 
 

@@ -140,8 +140,8 @@ def measure(config: Config, target: Target, drafter: Drafter, prompts: list[Prom
     record["misses"] = misses(traces[DRAFTER], drafter, target.tokenizer())
     record["baselines"] = compare_methods(others, config.seed)
     # Verifying several tokens costs a CPU nearly as much as one in bfloat16 and about twice as much in float32, so both ratios are shown.
-    timed = [(plain.seconds, speculative.seconds) for plain, speculative in zip(again[PLAIN], again[DRAFTER]) if len(plain.tokens) == len(speculative.tokens)]
-    record["speed_ratio_bfloat16"] = ratio_interval([t[0] for t in timed], [t[1] for t in timed], config.seed).as_dict()
+    timed = [(_seconds_for(plain, speculative), speculative.seconds) for plain, speculative in zip(again[PLAIN], again[DRAFTER])]
+    record["speed_ratio_bfloat16"] = ratio_interval([t[0] for t in timed], [t[1] for t in timed], config.seed).as_dict() | {"prompts": len(timed)}
     drawn = config.temperature > 0  # then nothing has to be identical
     record["identical_to_greedy"] = {"float32": _compare(prompts, [] if drawn else pairs), "bfloat16": _compare(prompts, [] if drawn else list(zip(again[PLAIN], again[DRAFTER])))}
     write_atomic(config.acceptance_dir / "acceptance.parquet", table.to_parquet)
@@ -204,10 +204,15 @@ def _count(config: Config, drafter: Drafter, prompt: Prompt, plain: Trace, specu
         "verify_steps": len(steps), "drafted": int(drafted.sum()), "draft_tok": sum(len(step.tokens) for step in steps), "accepted": int(accepted.sum()),
         "fresh_steps": int(fresh.sum()), "fresh_accepted": int(accepted[fresh].sum()), "bigrams": bigrams, "repeated_bigrams": repeated,
         "draftable_tok": len(after_first), "outside_vocab_tok": int((drafter.vocab.to_draft(after_first) < 0).sum()),
-        "greedy_s": plain.seconds * len(speculative.tokens) / len(plain.tokens),  # for as many tokens: sampled texts end elsewhere
+        "greedy_s": _seconds_for(plain, speculative),
         "speculative_s": speculative.seconds, "draft_s": speculative.draft_s, "verify_s": speculative.verify_s, "identical": plain.tokens == speculative.tokens,
     }  # fmt: skip
     return row | position_counts(drafted, accepted, config.speculative_num_steps, tried)
+
+
+def _seconds_for(plain: Trace, speculative: Trace) -> float:
+    """Plain decoding's, for as many tokens: sampled texts, and in bfloat16 some others, end elsewhere."""
+    return plain.seconds * len(speculative.tokens) / len(plain.tokens)
 
 
 def missed(step: Step) -> bool:
@@ -458,7 +463,7 @@ def compare_runs(config: Config) -> dict:
     """
     if not config.compare_run:
         raise EyasError("no run to compare with", "the name of another run that has decoded the same prompts", "python -m eyas compare -p compare_run NAME")
-    other = dataclasses.replace(config, run_name=config.compare_run, compare_run="", member="")
+    other = dataclasses.replace(config, run_name=config.compare_run, compare_run="", member="", drafter_run="")
     found = []
     for run in (config, other):
         if not (run.acceptance_dir / "acceptance.json").is_file():
@@ -480,11 +485,17 @@ def compare_runs(config: Config) -> dict:
         return difference_interval((table[top], table[bottom]), (other_table[top], other_table[bottom]), config.seed).as_dict()
 
     return {
-        "runs": [config.run_name, other.run_name], "prompts": len(table), "values": [record["acceptance_length"], other_record["acceptance_length"]],
+        "runs": [_whose(config, record), _whose(other, other_record)], "prompts": len(table), "values": [record["acceptance_length"], other_record["acceptance_length"]],
         "acceptance_length": difference("accepted", "verify_steps"),  # the bonus tokens cancel out
         "by_position": [{"position": i, "conditional": difference(f"accepted_{i}", f"reached_{i}")} for i in range(1, record["settings"]["speculative_num_steps"] + 1)],
         "speed_ratio": difference("greedy_s", "speculative_s"),
     }  # fmt: skip
+
+
+def _whose(config: Config, record: dict) -> str:
+    """The drafter that was judged, by its run; and by whom, where that is another one."""
+    drafter_run = record["settings"]["drafter_run"]
+    return drafter_run if drafter_run == config.run_name else f"{drafter_run} (judged by {config.run_name})"
 
 
 def _decode_command(run_name: str) -> str:

@@ -367,7 +367,8 @@ def _import_drafter(args) -> int:
     given = config.boundaries if any(name == "boundaries" for name, _ in args.p or []) else ()
     residual = {"yes": True, "no": False, None: None}[args.norm_before_residual]
     print(import_drafter(args.folder, load_target(config.target, config.trust_remote_code), config.drafter_dir, args.ids_of or "", given, residual))
-    print(f"next: python -m eyas decode -p drafter_run {config.run_name}, with the settings of a run whose prompts are to judge it")
+    print(f"next: python -m eyas decode -p drafter_run {config.run_name}, with the profile of a run whose prompts are to judge it; its own results stay, and compare -p drafter_run "
+          f"{config.run_name} -p compare_run THAT_RUN tells the two drafters apart")
     return 0
 
 

@@ -160,7 +160,8 @@ class Config:
         need(list(self.boundaries) == sorted(set(self.boundaries)), "boundaries", "ascending ids, none twice")
         need(not set(self.member) & set("/\\\0") and self.member not in (".", ".."), "member", "a plain folder name, or nothing")
         need(bool(self.notebooks.split()) and all(len(n) == 2 and n.isdigit() for n in self.notebooks.split()), "notebooks", "numbers such as '01 02 03'")
-        need(not set(self.compare_run) & set("/\\\0") and self.compare_run not in (self.run_name, ".", ".."), "compare_run", "another run's folder name, or nothing")
+        need(not set(self.compare_run) & set("/\\\0") and self.compare_run not in (".", "..") and (self.compare_run != self.run_name or self.drafter_run not in ("", self.run_name)),
+             "compare_run", "another run's folder name, or nothing")
         need(not set(self.drafter_run) & set("/\\\0") and self.drafter_run not in (".", ".."), "drafter_run", "a run's folder name, or nothing")
         for name, values in (("nccl_proto", ("", "LL", "LL128", "Simple")), ("nccl_algo", ("", "Ring", "Tree", "NVLS", "NVLSTree")), ("loss_mean", ("slots", "grid")), ("initial_weights", ("target", "random")), ("parallel", ("ddp", "fsdp")), ("mask_shift", (0, 1)),
                              ("loss", ("kl", "tv", "lk_alpha", "lk_lambda"))):
@@ -233,11 +234,13 @@ class Config:
 
     @property
     def export_dir(self) -> Path:
-        return self.run_dir / "export"
+        return self.out_dir / "export"
 
     @property
     def acceptance_dir(self) -> Path:
-        return self.out_dir / "acceptance"
+        """Where a run that has a drafter judges that of another run, it is a folder within, so that neither overwrites the other."""
+        folder = self.out_dir / "acceptance"
+        return folder / self.drafter_run if self.drafter_run not in ("", self.run_name) and self.drafter_dir.is_dir() else folder
 
     @property
     def server_dir(self) -> Path:

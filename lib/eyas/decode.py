@@ -421,8 +421,4 @@ def heldout_samples(config: Config, target: Target, prompts: PromptSet) -> list[
 
 def load_model(target: Target, dtype: torch.dtype, device: str):
     """The target as a Hugging Face causal LM, ready to decode."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # one second; a bar in every report
-    return AutoModelForCausalLM.from_pretrained(target.folder, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+    return target.causal_lm(dtype, attn_implementation="sdpa").to(device)

@@ -1,7 +1,7 @@
 """The drafter in the layouts that engines load: SGLang's `LlamaForCausalLMEagle3`, and speculators' `eagle3`, which vLLM serves too.
 
     python -m eyas export --profile demo                 # writes the run's export folder; serve it with --speculative-draft-model-path
-    python -m eyas export --profile demo --to vllm       # the same drafter for vLLM and speculators, in the run's export-vllm folder
+    python -m eyas export --profile demo --to vllm       # the same drafter for vLLM and speculators, in the run's export/vllm folder
 
 Written from, and tested against, SGLang's own `models/llama_eagle3.py` and speculators' own `Eagle3DraftModel`. Loaders drop weights whose names
 they do not know and leave what is missing at random values, without a word, so export and import (`eyas.imported`) check every key.

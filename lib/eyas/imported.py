@@ -28,6 +28,7 @@ SGLANG_LAYOUT, SPECULATORS_LAYOUT = "SGLang", "speculators"
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # SGLang, SpecForge; vLLM, AngelSlim; EAGLE's own code
 LEGACY = {"midlayer.": LAYER, "aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
 OF_THE_VERIFIER = ("verifier_norm.weight", "verifier_lm_head.weight")  # speculators needs them in training only
+NEEDED = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size", "rms_norm_eps")
 UNSUPPORTED = ("bias", "attention_bias", "mlp_bias", "qkv_bias")
 
 
@@ -126,6 +127,8 @@ def _check_kind(name: str, record: dict, layer: dict, eagle: dict, theirs: bool)
         raise EyasError(f"architectures {record.get('architectures')} in {name!r}", "one of " + ", ".join(ARCHITECTURES) + ", or speculators_model_type 'eagle3'")
     if theirs and layer.get("model_type") != "llama":
         raise EyasError(f"{name!r} has a draft layer of type {layer.get('model_type')!r}", "'llama'")
+    if missing := [key for key in NEEDED if layer.get(key) is None]:
+        raise EyasError(f"the config.json of {name!r} has no {', '.join(missing)}", "the file that save_pretrained wrote")
     extra = [part for part in UNSUPPORTED if layer.get(part)] + ["tie_word_embeddings"] * bool(record.get("tie_word_embeddings"))
     extra += [f"hidden_act {layer['hidden_act']}"] * (layer.get("hidden_act", "silu") != "silu")
     if extra or layer.get("num_hidden_layers") != 1 or not eagle.get("use_aux_hidden_state", True):
@@ -165,7 +168,10 @@ def _weight_files(folder: Path) -> list[Path]:
     """One or several in safetensors, or else pytorch_model.bin."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(read_json(index)["weight_map"].values()))
+        try:
+            names = sorted(set(read_json(index)["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise EyasError(f"{index.name} in {folder.name!r} can't be read", "a weight_map", "copy the checkpoint again") from None
     else:
         names = [next((n for n in ("model.safetensors", "pytorch_model.bin") if (folder / n).is_file()), "model.safetensors")]
     for name in names:

@@ -349,17 +349,13 @@ class HuggingFace:
     """The target in Hugging Face's implementation, in float32 and in bfloat16. EyasError when the machine has no room for both."""
 
     def __init__(self, target: Target, threads: int):
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
         torch.set_num_threads(threads)
         need = 3 * sum(path.stat().st_size for path in target.folder.glob("*.safetensors"))  # of bfloat16 weights: once more, and twice as wide
         if need > psutil.virtual_memory().available:
             raise EyasError(f"the reference of {target.name} takes {bytes_text(need)} of memory", f"that much free ({bytes_text(psutil.virtual_memory().available)} are)",
                             "python -m eyas parity on a machine that has it and sees the server's spool; or train with -p without_parity true")
-        logging.disable_progress_bar()
         self.rows: dict[int, torch.Tensor] = {}
-        self.models = [AutoModelForCausalLM.from_pretrained(target.folder, dtype=dtype).eval() for dtype in (torch.float32, torch.bfloat16)]
+        self.models = [target.causal_lm(dtype) for dtype in (torch.float32, torch.bfloat16)]
         for model in self.models:
             self._hook(model)
 

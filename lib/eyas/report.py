@@ -147,13 +147,13 @@ def headline(config: Config) -> dict | None:
         "served": served["headline"] | {"dtype": served["settings"]["dtype"], "verdict": served["verdict"]} if served else None,
         "served_speed_ratio": block(served, "speed_ratio", served["speed_prompts"]) if served and served["speed_ratio"] else None,
         "speed_ratio": block(found, "speed_ratio", counts["prompts"]),
-        "speed_ratio_bfloat16": block(found, "speed_ratio_bfloat16", again["prompts"]),
+        "speed_ratio_bfloat16": block(found, "speed_ratio_bfloat16", found["speed_ratio_bfloat16"].get("prompts", again["prompts"])),
         "repeated_bigrams": found["repeated_bigrams"]["value"],
         "repeats_warning": (found.get("repeats") or {}).get("warning"),
         "outside_vocab": found["outside_vocab"]["value"],
-        "identical_float32": identical["differing"] == 0,
+        "identical_float32": identical["differing"] == 0 if identical["prompts"] else None,  # drawn texts are compared with nothing
         "identical_prompts": identical["prompts"] - identical["differing"],
-        "decoded_prompts": identical["prompts"],
+        "decoded_prompts": counts["prompts"],
         "bfloat16": {name: again[name] for name in ("prompts", "differing", "ties", "not_ties")},
     }
 

@@ -196,8 +196,14 @@ def _one(spec_path: Path) -> int:
         return code
 
     try:
-        papermill.execute_notebook(str(source), spec["output"], parameters=spec["parameters"], cwd=str(ROOT), progress_bar=False, autosave_cell_every=5,
-                                   execution_timeout=spec["cell_timeout_s"], start_timeout=180, kernel_manager_class=Kernel)
+        for tries_left in (2, 1, 0):
+            try:
+                papermill.execute_notebook(str(source), spec["output"], parameters=spec["parameters"], cwd=str(ROOT), progress_bar=False, autosave_cell_every=5,
+                                           execution_timeout=spec["cell_timeout_s"], start_timeout=180, iopub_timeout=600, kernel_manager_class=Kernel)
+                break
+            except RuntimeError as error:  # a port that was free is taken by somebody else before the kernel does; no cell has run
+                if not tries_left or "Kernel died before replying" not in str(error):
+                    raise
     except papermill.PapermillExecutionError as error:
         return failed("exception", error.ename, error.evalue, "\n".join(error.traceback), EXIT_EXCEPTION)
     except DeadKernelError as error:

@@ -68,6 +68,8 @@ class Server:
             try:
                 if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return self
+            except httpx.InvalidURL as error:
+                raise EyasError(f"{self.url!r} is no address: {error}", "http://host:port", "-p server_url http://127.0.0.1:30000") from None
             except httpx.HTTPError:
                 pass
             if time.monotonic() > end:
@@ -82,7 +84,7 @@ class Server:
             answer.raise_for_status()
             info = dict(answer.json())
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError) as error:
-            raise EyasError(f"no answer from {self.url}: {type(error).__name__}", "a running SGLang server", "python -m eyas server up" if self.pid else "start it, or leave server_url empty") from None
+            raise EyasError(f"no answer from {self.url}: {type(error).__name__}", "a running SGLang server", "python -m eyas server up" if self.pid else "start it, or leave server_url (serve_url) empty") from None
         capture, drafter = (next((state[name] for state in info.get("internal_states", []) if name in state), None) for name in ("eyas_capture", "eyas_drafter"))
         return {
             "url": self.url,
@@ -99,7 +101,7 @@ class Server:
             "prefill_graph": info.get("cuda_graph_backend_prefill") not in (None, "disabled"),
             "capture": capture,  # None: the plugin captures nothing
             "drafter": _drafter(info, drafter),  # None: the server doesn't draft
-            "flags": {name: info.get(name) for name in ("attention_backend", "sampling_backend", "tp_size", "random_seed", "mem_fraction_static")},
+            "flags": {name: info.get(name) for name in ("attention_backend", "sampling_backend", "tp_size", "random_seed")},
         }
 
     def down(self, timeout_s: float = 20.0) -> None:
@@ -119,13 +121,14 @@ class Server:
         (self.folder / "server.json").unlink(missing_ok=True)
 
     def _left_behind(self) -> list[psutil.Process]:
-        """SGLang's own processes, where the one that started them died: the rest of its session. A pid that is another process by now had nothing left behind."""
+        """SGLang's own processes, where the one that started them died: those of its session that are SGLang's, since after a new start of the machine the
+        number may be anybody's. A pid that is another process by now had nothing left behind."""
         try:
             if started_ticks(self.pid) != self.started:
                 return []
         except OSError:  # no such process, and none will get the number while its session lives
             pass
-        return [process for process in psutil.process_iter() if _session(process.pid) == self.pid]
+        return [process for process in psutil.process_iter() if _session(process.pid) == self.pid and _is_sglang(process)]
 
     def done(self) -> None:
         """Not needed here any more: down, unless somebody else started it (`server up` by hand; a notebook, where a report uses it now)."""
@@ -205,7 +208,7 @@ def server_command(config: Config, model: Path, boundaries: tuple[int, ...], por
             "--sampling-backend": "pytorch",
             "--grammar-backend": "none",
             "--cuda-graph-backend-decode": "disabled",
-            "--mem-fraction-static": config.mem_fraction_static or 0.3,
+            "--mem-fraction-static": config.mem_fraction_static or 0.9,  # max_total_tok bounds the cache; what other processes take meanwhile counts against this
         }
         environment |= {"SGLANG_PLATFORM": "eyas_cpu", "OMP_NUM_THREADS": str(config.server_threads or config.threads)}
         environment |= {"GOMP_SPINCOUNT": str(config.omp_spin)} if config.omp_spin >= 0 else {}
@@ -302,6 +305,8 @@ def serving_up(config: Config, draft: Path | None, folder: Path, *, tied: bool =
     target = load_target(config.target)
     if draft is not None and not (Path(draft) / "config.json").is_file():
         raise EyasError(f"no config.json in {Path(draft).name!r}", "an exported drafter", "python -m eyas export --profile demo")
+    if draft is not None and config.speculative_use_rejection_sampling:
+        _check_rejection_sampling(config, read_json(Path(draft) / "config.json"))
     running = started_server(folder)
     if running is not None:
         raise EyasError(f"a server of {shown(folder)} is already up at {running.url} (pid {running.pid})", "", f"stop it: kill {running.pid}")
@@ -315,6 +320,15 @@ def serving_up(config: Config, draft: Path | None, folder: Path, *, tied: bool =
         server.down()
         raise
     return server
+
+
+def _check_rejection_sampling(config: Config, draft: dict) -> None:
+    """EyasError where SGLang 0.5.23, or its plain CPU platform here, would die of the setting after half a minute."""
+    without = "-p speculative_use_rejection_sampling false (sampled output has the target's own distribution all the same)"
+    if draft["draft_vocab_size"] != draft["vocab_size"]:
+        raise EyasError(f"speculative_use_rejection_sampling with a draft vocabulary of {draft['draft_vocab_size']:,} of {draft['vocab_size']:,} tokens", "all of them: SGLang takes no fewer there", without)
+    if config.device == "cpu":
+        raise EyasError("speculative_use_rejection_sampling on a plain CPU", "a GPU: its kernel has no plain form", without)
 
 
 def _up(config: Config, command: Callable[[int], tuple[list[str], dict[str, str]]], folder: Path, tied: bool, owner: str = "") -> Server:
@@ -338,8 +352,14 @@ def _start(command: list[str], environment: dict[str, str], port: int, folder: P
             command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=os.environ | environment, start_new_session=True,
             preexec_fn=_die_with_parent if tied else None,
         )
-    server = Server(f"http://127.0.0.1:{port}", process.pid, started_ticks(process.pid), folder, owner or _owner())
-    write_json(folder / "server.json", {"url": server.url, "pid": server.pid, "started": server.started, "owner": server.owner, "command": command, "environment": environment})
+    try:
+        server = Server(f"http://127.0.0.1:{port}", process.pid, started_ticks(process.pid), folder, owner or _owner())
+        write_json(folder / "server.json", {"url": server.url, "pid": server.pid, "started": server.started, "owner": server.owner, "command": command, "environment": environment})
+    except BaseException:  # without server.json nobody would find it
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        (folder / "server.json").unlink(missing_ok=True)  # an interrupt may come after its rename
+        raise
     return server
 
 
@@ -416,6 +436,13 @@ def shown(path: Path) -> str:
         return str(Path("data") / path.relative_to(data_dir()))
     except ValueError:
         return str(path)
+
+
+def _is_sglang(process: psutil.Process) -> bool:
+    try:
+        return any("sglang" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def _owner() -> str:

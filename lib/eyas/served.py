@@ -134,7 +134,10 @@ class Asker:
 
 
 def speed(plain: Asker, drafting: Asker, prompts: list[Prompt], seed: int) -> dict:
-    """Plain seconds / seconds with the drafter, for as many tokens, one request at a time: the two servers take turns, and the first turn."""
+    """Plain seconds / seconds with the drafter, for as many tokens, one request at a time: the two servers take turns, and the first turn.
+
+    Both have the prompts in their prefix caches since `all`, so what is timed is decoding.
+    """
     seconds = []
     for i, prompt in enumerate(prompts):
         pair = {asker: asker.one(prompt) for asker in (plain, drafting)[:: 1 if i % 2 else -1]}
@@ -172,7 +175,7 @@ class Served:
             f"output identical to the server without a drafter: {same['prompts'] - same['differing']} of {same['prompts']} prompts",
         ]  # fmt: skip
         if r["speed_ratio"]:
-            lines.append(f"one request at a time, {r['speed_prompts']} prompts: {interval_text(r['speed_ratio'])} times the speed of the server without a drafter, {r['settings']['dtype']}")
+            lines.append(f"one request at a time, {r['speed_prompts']} prompts: {interval_text(r['speed_ratio'])} times the speed of the server without a drafter, {r['settings']['dtype']}, prefill left out")
         if r["off"]:
             lines.append("what is known to cause that, checked one by one:\n" + cause_table(r).to_string(index=False, justify="left"))
         return "\n".join(lines)
@@ -196,10 +199,11 @@ def check(config: Config, target: Target, drafter: Drafter, prompts: list[Prompt
         if config.serve_url:
             server = Server(config.serve_url.rstrip("/"))
         else:
-            folder = folder or export_sglang(drafter, target, config.export_dir)
+            folder = folder or export_sglang(drafter, target, config.judged.export_dir)
             server = up.enter_context(serving_up(serving, folder, config.server_dir / "drafting", tied=True))
         status = server.status()
         trip = round_trip(status, drafter)
+        same_settings(status, config)
         drafting = Asker(server, config)
         try:
             drafting.one(prompts[0], 8)  # warm-up
@@ -257,6 +261,16 @@ def round_trip(status: dict, drafter: Drafter) -> dict:
                         f"{trained}, those it was trained on: it would be given states that it has never seen, without an error, and one wrong layer costs about 0.1 of acceptance length",
                         "python -m eyas export writes the ids that this SGLang needs")
     return {"served": found and list(found), "trained": trained, "ids": served.get("ids"), "equal": None if found is None else True}
+
+
+def same_settings(status: dict, config: Config) -> None:
+    """EyasError: the server, one's own, drafts with other settings than the profile's, whose counts could not be read."""
+    named = {"speculative_num_steps": "num_steps", "speculative_eagle_topk": "topk", "speculative_num_draft_tokens": "draft_tokens"}
+    asked = {name: config.verified_tok if name == "speculative_num_draft_tokens" else getattr(config, name) for name in named}
+    apart = {name: status["drafter"][told] for name, told in named.items() if status["drafter"][told] not in (None, asked[name])}
+    if apart:
+        raise EyasError("the server drafts with " + ", ".join(f"{name} {value}" for name, value in apart.items()), ", ".join(f"{name} {asked[name]}" for name in apart),
+                        "python -m eyas decode, then this again, both with " + " ".join(f"-p {name} {value}" for name, value in apart.items()))
 
 
 def compare_prompts(config: Config, prompts: list[Prompt], answers: list[Answer], ours: pd.DataFrame, texts: list[list[int]] | None) -> pd.DataFrame:

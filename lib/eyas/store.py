@@ -567,9 +567,9 @@ def _compact(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _differences(old, new, prefix: str = "") -> list[str]:
-    """Dotted names of the fields that differ."""
+    """Dotted names of the fields that differ. mem_fraction_static, of older manifests, leaves what is captured as it is."""
     if isinstance(old, dict) and isinstance(new, dict):
-        keys = sorted({*old, *new} - {"content_hash"})
+        keys = sorted({*old, *new} - {"content_hash", "mem_fraction_static"})
         return [name for key in keys for name in _differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)]
     return [] if old == new else [f"{prefix} ({_short(old)}, now {_short(new)})"]
 

@@ -30,7 +30,7 @@ MEASURES = (
     Measure("acceptance_length", "Acceptance length", "tokens per verify step, bonus token included", DECODING),
     Measure("offline_estimate", "Offline estimate", "acceptance length from stored states", ("target", "prompt_set", "max_length", "speculative_num_steps")),
     Measure("served", "Served", "acceptance length that the server itself reports", DECODING),
-    Measure("served_speed_ratio", "Served speed ratio", "times the same server without a drafter, one request at a time", DECODING + MACHINE),
+    Measure("served_speed_ratio", "Served speed ratio", "times the same server without a drafter, one request at a time, prefill left out", DECODING + MACHINE),
     Measure("speed_ratio", "Speed ratio", "times plain greedy decoding by the same code, float32", DECODING + MACHINE),
     Measure("speed_ratio_bfloat16", "Speed ratio in bfloat16", "times plain greedy decoding by the same code, bfloat16", DECODING + MACHINE),
 )
@@ -126,7 +126,7 @@ def warning(run: dict) -> str:
 
 def same_text(headline: dict) -> list[tuple[str, str]]:
     """How much of the output is the greedy one, by dtype: (dtype, "40 of 40 prompts")."""
-    rows = [("float32", f"{headline['identical_prompts']} of {headline['decoded_prompts']} prompts")] if {"identical_prompts", "decoded_prompts"} <= set(headline) else []
+    rows = [("float32", f"{headline['identical_prompts']} of {headline['decoded_prompts']} prompts")] if headline.get("identical_float32") is not None and {"identical_prompts", "decoded_prompts"} <= set(headline) else []
     again = headline.get("bfloat16") or {}
     if again.get("prompts"):
         ties = f"; {again['ties']} of the {again['differing']} others at a tie" if again["differing"] else ""

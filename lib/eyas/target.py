@@ -77,6 +77,17 @@ class Target:
             raise EyasError(f"the tokenizer of {self.name} is Python that lies in its folder", "leave to run it", "read it, then the same command with -p trust_remote_code true")
         return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
 
+    def causal_lm(self, dtype: torch.dtype, **settings):
+        """Hugging Face's model of it, ready to compute. EyasError where it is Python of its own that may not run."""
+        from transformers import AutoModelForCausalLM
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+        from transformers.utils import logging
+
+        if not self.trust_remote_code and self.config.get("auto_map") and self.config.get("model_type") not in CONFIG_MAPPING:  # transformers would ask on the terminal
+            raise EyasError(f"the model {self.name} is Python that lies in its folder", "leave to run it", "read it, then the same command with -p trust_remote_code true")
+        logging.disable_progress_bar()  # one second; a bar in every report
+        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype, trust_remote_code=self.trust_remote_code, **settings).eval()
+
     def tensor(self, ending: str) -> torch.Tensor:
         """The one weight whose name is or ends with `.ending`, in the dtype of the folder."""
         files = _weight_map(self.folder)

@@ -34,7 +34,7 @@ from torch import nn
 from eyas import ranks
 from eyas.certificate import need_certificate
 from eyas.config import Config
-from eyas.drafter import Drafter, DrafterConfig, initial_drafter, save_drafter
+from eyas.drafter import FILE, Drafter, DrafterConfig, initial_drafter, read_record, save_drafter
 from eyas.errors import EyasError
 from eyas.files import code_version, read_parquet, sha256_json, write_atomic
 from eyas.losses import get_loss
@@ -466,18 +466,21 @@ class Training:
                 progress.update(samples=1, tok=done["tok"], note=f"loss {done['loss']:.3f}" + (f", held-out acceptance length {self.rows[-1]['acceptance_length']:.3f}" if judged and self.heldout else ""))
                 if on_step is not None:
                     on_step(done)
-        self._finish(stopped)
+        self._finish(stopped, made=self.step > begun)
 
-    def _finish(self, stopped: bool) -> None:
+    def _finish(self, stopped: bool, made: bool) -> None:
+        """The drafter, from the last weights or the best. What was finished before (no step `made` now) keeps its file, and with it the record of the code that made it."""
         drafter = self._whole_drafter()
         if ranks.RANK:
             return
         self._board.close()
+        path = self.config.drafter_dir / FILE
         if stopped:
             print(f"stopped early: {self.worse} evaluations in a row without a longer held-out acceptance than {self.best:.3f}; the drafter is the one of then")
             best = self.config.drafter_dir / "best.safetensors"
-            write_atomic(self.config.drafter_dir / "drafter.safetensors", lambda path: path.write_bytes(best.read_bytes()))
-        else:
+            if not path.is_file() or path.read_bytes() != best.read_bytes():
+                write_atomic(path, lambda temporary: temporary.write_bytes(best.read_bytes()))
+        elif made or not (path.is_file() and read_record(self.config.drafter_dir).get("steps") == self.step):
             length = self.rows[-1]["acceptance_length"] if self.rows else math.nan
             save_drafter(drafter, self.config.drafter_dir, self.record | {"steps": self.step, "heldout_acceptance_length": length})
 

@@ -11,7 +11,7 @@ The ratio of a round is one draw; intervals are Student's for the mean of the ro
     noise        first, two servers with the same settings: the far end of that interval is what the machine and a new start alone may do
     kept         a change that gains more than the noise, interval above 1, in one of the two, and loses in neither (no interval below 1)
     refused      a change that makes rows missing or different, or a server that fails; what decides the rows (dtype, boundaries, ...) can't be tried at all
-    confirmed    what was kept, together, against the profile in two new servers. Only this is reported: the trials chose, and the best of many looks too good
+    confirmed    what was kept, together, against the profile in two new servers, by the same rule. Only this is reported: the trials chose, and the best of many looks too good
 
 "No setting helped" is an answer; a tuned profile is written only for a confirmed gain.
 """
@@ -137,8 +137,7 @@ class Bench:
         self.starting: Future | None = None
 
     def side_config(self, side: int, config: Config) -> Config:
-        shared = {"mem_fraction_static": config.mem_fraction_static or 0.9} if config.device == "cpu" else {}  # of what is free at its start, which the other server takes from meanwhile
-        return replace(config, run_name=f"{self.config.run_name}-tune-{side}", server_url="", port=0, spool_dir="", **shared)
+        return replace(config, run_name=f"{self.config.run_name}-tune-{side}", server_url="", port=0, spool_dir="")
 
     def server(self, side: int, config: Config) -> Server:
         """The server of this side with these settings, started where it isn't up; fit for capture, and warm. EyasError: it failed, or would lose rows."""
@@ -258,8 +257,11 @@ class Search:
             else:
                 ratios = {m: paired_ratio(*measured[m]) for m in MEASURES}
                 record |= {"rows": rows} | {m: {"kept": measured[m][0], "tried": measured[m][1], "ratio": ratios[m]} for m in MEASURES}
-                good, why = verdict(ratios, noise or {m: 1.0 for m in MEASURES})
-                record |= {"state": kind if kind == "noise" else "kept" if good else "not kept", "reason": "" if kind == "noise" else why}
+                if kind == "noise":
+                    record["state"] = "noise"
+                else:
+                    good, why = verdict(ratios, noise)
+                    record |= {"state": "kept" if good else "not kept", "reason": why}
         except SampleError as error:
             raise EyasError(f"a server with the settings {json.dumps(kept)} failed: {error}", "rows and tokens of every request", "python -m eyas server up, with the same settings, then the log") from None
         record["seconds"] = time.monotonic() - started_s
@@ -294,14 +296,17 @@ class Search:
         first = self.trial("noise", {}, {})
         print(line(first), flush=True)
         noise, kept = {m: noise_bound(first[m]["ratio"]) for m in MEASURES}, {}
+        walked = set()  # what was tried over what, in an earlier pass
         been = [{}]  # never back to what was left for something better: two settings that only noise tells apart would go round for ever
         while True:
             before = dict(kept)
             for name, value in options(config):
                 tried = _without_defaults(config, kept | {name: value})
-                if tried in been:
+                path = self.known("change", kept, tried)
+                if tried in been or path in walked:
                     continue
-                if not self.known("change", kept, tried).is_file():  # one that was made costs nothing
+                walked.add(path)
+                if not path.is_file():  # one that was made costs nothing
                     changes = [r for r in self.records if r["kind"] == "change"]
                     spent, longest = sum(r["seconds"] for r in self.records), max(r["seconds"] for r in self.records)
                     if len(changes) >= config.tune_trials:
@@ -367,7 +372,7 @@ def tune(config: Config, target: Target, prompts: PromptSet) -> dict:
         search = Search(config, target, samples)
         try:
             kept, noise, ended = search.walk()
-            confirmed = search.trial("confirmation", {}, kept) if kept else None
+            confirmed = search.trial("confirmation", {}, kept, noise) if kept else None
         finally:
             search.bench.close()
             search.bench.pool.shutdown()

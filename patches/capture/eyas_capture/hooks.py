@@ -266,21 +266,24 @@ def accepted(original, processor, result, batch):
     return tokens
 
 
-def drafter_state(scheduler) -> dict:
-    """What the running target gives the drafter: the boundaries in front of which its blocks hand out their residual stream, read from the
+def drafter_state(scheduler) -> dict | None:
+    """None where no model drafts (n-grams). What the running target gives the drafter: the boundaries in front of which its blocks hand out their residual stream, read from the
     loaded model (`layers_to_capture`, in boundaries in every family), beside the ids that the drafter's checkpoint asked for."""
+    runner = getattr(getattr(scheduler.draft_worker, "draft_worker", None), "draft_runner", None)
+    if runner is None:
+        return None
     target = scheduler.tp_worker.model_runner.model
     captured = next((module.layers_to_capture for module in target.modules() if getattr(module, "layers_to_capture", None)), [])
-    config = scheduler.draft_worker.draft_worker.draft_runner.model_config.hf_config
+    config = runner.model_config.hf_config
     ids = (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids", getattr(config, "eagle_aux_hidden_state_layer_ids", None))
-    return {"boundaries": sorted(set(captured)), "ids": ids, "model": type(scheduler.draft_worker.draft_worker.draft_runner.model).__name__}
+    return {"boundaries": sorted(set(captured)), "ids": ids, "model": type(runner.model).__name__}
 
 
 def internal_state(original, scheduler, *args, **kwargs):
     """Around `Scheduler.get_internal_state`: what `/server_info` shows of this plugin."""
     result = original(scheduler, *args, **kwargs)
-    if scheduler.draft_worker is not None:
-        result.internal_state["eyas_drafter"] = drafter_state(scheduler)
+    if (drafter := drafter_state(scheduler)) is not None:
+        result.internal_state["eyas_drafter"] = drafter
     if _capture is not None:
         result.internal_state["eyas_capture"] = {
             "version": VERSION,
