@@ -9,7 +9,7 @@ import pytest
 AT_ONCE = "PYTEST_XDIST_WORKER" in os.environ  # beside another process of tests, as in `make test`
 os.environ.setdefault("OMP_NUM_THREADS", "1" if AT_ONCE else "2")
 sys.path.insert(0, str(Path(__file__).parent))
-LAST = ("crashes", "docs", "sweep", "lab", "parity", "families", "served", "tune", "serving", "server", "notebooks")  # minutes each; the longest begin first
+LAST = ("crashes", "sweep", "tune", "served", "lab", "parity", "families", "serving", "server", "docs", "notebooks")  # minutes each; the longest begin first
 
 
 def pytest_collection_modifyitems(items):

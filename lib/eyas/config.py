@@ -64,7 +64,7 @@ class Config:
     trust_remote_code: bool = _doc(False, "server and client run Python that lies in the model's folder, as Kimi's tokenizer does")
     # Tuning the server
     tune_trials: int = _doc(12, "changes of a setting that `tune` tries, at most; 0: only how far two servers with the same settings differ")
-    tune_minutes: float = _doc(5.0, "time after which `tune` begins no further trial, minutes; it is counted over all starts of the same search")
+    tune_minutes: float = _doc(20.0, "time after which `tune` begins no further trial, minutes; it is counted over all starts of the same search")
     tune_try: str = _doc("", "settings and values to try, in this order: 'max_prefill_tok:2048,4096 server_threads:1'; empty: those that matter on the device")
     tune_rounds: int = _doc(6, "times that the two servers of a trial are measured, in turns")
     tune_samples: int = _doc(16, "samples prefilled, with capture, in each round")

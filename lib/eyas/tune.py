@@ -462,7 +462,8 @@ def summary(result: dict) -> str:
     answer = f"Kept: {', '.join(f'{name} {value}' for name, value in result['kept'].items())}." if result["helped"] else "No setting helped."
     if result["kept"] and not result["helped"]:
         answer += f" ({', '.join(result['kept'])} looked better in its trial and was not confirmed.)"
-    return "\n".join([f"{answer} {len(tried)} changes tried{f', {refused} refused' if refused else ''}, {result['seconds'] / 60:.1f} minutes; ended: {result['ended']}.", *_gains(result)])
+    more = "" if result["ended"] == "everything tried" else "; the same command with more of them goes on"
+    return "\n".join([f"{answer} {len(tried)} changes tried{f', {refused} refused' if refused else ''}, {result['seconds'] / 60:.1f} minutes; ended: {result['ended']}{more}.", *_gains(result)])
 
 
 def how_to_tune(config: Config) -> str:
