@@ -44,16 +44,10 @@ def _server(embedded, server_data):
     from eyas.config import Config
     from eyas.serve import server_up
 
-    before = os.environ.get("EYAS_DATA")
-    os.environ["EYAS_DATA"] = str(server_data)
-    config = Config.create(run_name="session", target=str(embedded.folder), context_tok=2048, max_total_tok=32768, threads=1)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EYAS_DATA", str(server_data))
+        config = Config.create(run_name="session", target=str(embedded.folder), context_tok=2048, max_total_tok=32768, threads=1)
         server = server_up(config, tied=True)
-    finally:
-        if before is None:
-            del os.environ["EYAS_DATA"]
-        else:
-            os.environ["EYAS_DATA"] = before
     yield config, server
     server.down()
 
