@@ -48,6 +48,7 @@ from eyas.serve import LIMITS, Server, serving_up
 from eyas.target import Target, load_target
 
 COMMAND = "python -m eyas serve-check"
+NAMES = {"num_steps": "speculative_num_steps", "topk": "speculative_eagle_topk", "draft_tokens": "speculative_num_draft_tokens"}  # of the server's draft settings in a profile
 LEGACY = {"midlayer.": LAYER, "aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}  # names that the loader reads as these
 
 
@@ -265,12 +266,16 @@ def round_trip(status: dict, drafter: Drafter) -> dict:
 
 def same_settings(status: dict, config: Config) -> None:
     """EyasError: the server, one's own, drafts with other settings than the profile's, whose counts could not be read."""
-    named = {"speculative_num_steps": "num_steps", "speculative_eagle_topk": "topk", "speculative_num_draft_tokens": "draft_tokens"}
-    asked = {name: config.verified_tok if name == "speculative_num_draft_tokens" else getattr(config, name) for name in named}
-    apart = {name: status["drafter"][told] for name, told in named.items() if status["drafter"][told] not in (None, asked[name])}
+    asked = asked_settings(config)
+    apart = {NAMES[name]: name for name in asked if status["drafter"][name] not in (None, asked[name])}
     if apart:
-        raise EyasError("the server drafts with " + ", ".join(f"{name} {value}" for name, value in apart.items()), ", ".join(f"{name} {asked[name]}" for name in apart),
-                        "python -m eyas decode, then this again, both with " + " ".join(f"-p {name} {value}" for name, value in apart.items()))
+        raise EyasError("the server drafts with " + ", ".join(f"{ours} {status['drafter'][name]}" for ours, name in apart.items()), ", ".join(f"{ours} {asked[name]}" for ours, name in apart.items()),
+                        "python -m eyas decode, then this again, both with " + " ".join(f"-p {ours} {status['drafter'][name]}" for ours, name in apart.items()))
+
+
+def asked_settings(config: Config) -> dict[str, int]:
+    """The profile's draft settings, by the names of `Server.status`."""
+    return {"num_steps": config.speculative_num_steps, "topk": config.speculative_eagle_topk, "draft_tokens": config.verified_tok}
 
 
 def compare_prompts(config: Config, prompts: list[Prompt], answers: list[Answer], ours: pd.DataFrame, texts: list[list[int]] | None) -> pd.DataFrame:
@@ -350,7 +355,7 @@ def causes(config: Config, target: Target, drafter: Drafter, status: dict, recor
     def look(cause: str, found, expected, ok: bool | None = None) -> None:
         rows.append({"cause": cause, "found": str(found), "expected": str(expected), "ok": found == expected if ok is None and found is not None else ok})
 
-    asked = {"num_steps": config.speculative_num_steps, "topk": config.speculative_eagle_topk, "draft_tokens": config.verified_tok}
+    asked = asked_settings(config)
     look("algorithm: EAGLE reads another kind of drafter and accepts nothing", served["algorithm"], "EAGLE3")
     look("boundaries that feed the drafter", served.get("boundaries"), list(drafter.config.boundaries))
     look("draft steps, top-k, draft tokens", [served[name] for name in asked], list(asked.values()))
