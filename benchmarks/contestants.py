@@ -35,8 +35,8 @@ PEERS = {  # name -> variable, what pip installs
 }
 DEFAULTS = {  # options of peers.py; heap: the allocator keeps what is freed, which saves a CPU the page faults of large temporary tensors
     "ours": {"heap": False},
-    "specforge": {"heap": True, "compile": False, "compact": False, "batching": "padded", "weights": "float32"},
-    "speculators": {"heap": True, "attention": "eager", "optimizer": "adamw", "norms": True},
+    "specforge": {"heap": True, "compile": False, "compact": False, "batching": "padded", "weights": "float32", "pad": True},
+    "speculators": {"heap": True, "attention": "eager", "optimizer": "adamw", "norms": True, "pad": True},
 }
 HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}  # glibc's
 
@@ -100,7 +100,7 @@ class Data:
         return {
             "kind": kind, "target": str(self.target.folder), "files": str(self.folder / kind), "vocab": self.vocab.ids.tolist(), "boundaries": list(self.config.boundaries),
             "draft_steps": self.config.draft_steps, "steps": [[self.rows[id] for id in ids] for ids in self.steps(seed)], "max_length": max(self.lengths.values()),
-            "learning_rate": learning_rate, "dtype": dtype, "threads": self.config.threads, "seed": seed, "options": DEFAULTS[kind] | options,
+            "batch_tok": self.config.batch_tok, "learning_rate": learning_rate, "dtype": dtype, "threads": self.config.threads, "seed": seed, "options": DEFAULTS[kind] | options,
         }  # fmt: skip
 
     def our_config(self, dtype: str, learning_rate: float, seed: int) -> Config:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 CHECK_SLOTS = 64  # slots whose logits are saved
+ROWS = 64  # the first product of a new shape takes a CPU in bfloat16 several times as long as the next: it compiles a kernel
 
 
 class Commands:
@@ -71,6 +72,7 @@ class SpecForge:
     compact   True: their `compact_teacher`, which does not materialise the logits of the whole vocabulary
     batching  "padded": a batch of the step's samples; "accumulated": one sample at a time, gradients added up, nothing padded
     weights   for bf16: "bfloat16" as they train, with float32 copies in the optimiser, or "float32" under autocast
+    pad       True: batches are padded further, to a multiple of ROWS tokens, so that a CPU's bfloat16 products meet few shapes; False: to the longest sample, as it does itself
     """
 
     def __init__(self, job: dict):
@@ -114,7 +116,14 @@ class SpecForge:
         refs.sort(key=lambda ref: int(Path(ref.feature_store_uri).name.split("_")[1].split(".")[0]))  # theirs is the order of the names, 10 before 2
         store, normalize = LocalFeatureStore(), build_offline_normalizer(job["max_length"])
         self.read = lambda row: {name: t.clone() for name, t in normalize(store.get(refs[row])[0]).items()}
-        self.collate = build_offline_collator()
+        self.collator = build_offline_collator()
+
+    def collate(self, samples: list[dict]) -> dict:
+        import torch.nn.functional as F
+
+        tensors = self.collator(samples)
+        n = -tensors["input_ids"].shape[1] % ROWS if self.options["pad"] else 0
+        return {name: F.pad(t, (0, n) if t.dim() == 2 else (0, 0, 0, n)) if n and t is not None else t for name, t in tensors.items()}  # [B, T] or [B, T, features]
 
     def step(self, samples: list[dict]) -> float:
         import torch
@@ -146,6 +155,7 @@ class Speculators:
     attention  "eager" or "sdpa": its default, flex attention, has no backward on a CPU
     optimizer  "adamw" or "muon" (its default)
     norms      True: its default flags norm_before_residual, norm_before_fc and norm_output; False: none of them
+    pad        True: packs are padded to one length, as it does itself, so that a CPU's bfloat16 products meet one shape; False: no padding, and a new shape each step
     """
 
     def __init__(self, job: dict):
@@ -176,12 +186,13 @@ class Speculators:
         warmup, total = _resolve_scheduler_steps(config, len(job["steps"]))
         self.schedulers = [get_linear_schedule_with_warmup(optimizer, warmup, total) for optimizer in self.optimizers]
         self.read = ArrowDataset(job["max_length"], job["files"], on_missing="raise", hidden_states_dtype=self.dtype).__getitem__
+        self.size = max(job["batch_tok"], job["max_length"])
         self.Collate = lambda max_len, dtype: CollateFn(max_len, layer.hidden_size, len(job["boundaries"]), dtype, shift_batch)
 
     def step(self, samples: list[dict]) -> float:
         import torch
 
-        size = sum(len(sample["input_ids"]) - 1 for sample in samples)  # theirs pads to a fixed length, which on a CPU would only cost
+        size = self.size if self.options["pad"] else sum(len(sample["input_ids"]) - 1 for sample in samples)
         batch = self.Collate(size, self.dtype)(samples)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             _, loss, _ = self.model(**batch, **self.arguments)

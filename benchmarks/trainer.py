@@ -27,14 +27,13 @@ from contestants import DEFAULTS, Contestant, Data, add_arguments, available, ch
 
 LEARNING_RATE = 1.0e-3
 CHOICES = {  # peer -> option -> what it may be instead of its default, and for which dtypes
-    "specforge": {"heap": (False,), "batching": ("accumulated",), "compact": (True,), "compile": (True,), "weights": ("bfloat16",)},
-    "speculators": {"heap": (False,), "attention": ("sdpa",)},
+    "specforge": {"heap": (False,), "pad": (False,), "batching": ("accumulated",), "compact": (True,), "compile": (True,), "weights": ("bfloat16",)},
+    "speculators": {"heap": (False,), "attention": ("sdpa",), "pad": (False,)},
 }
 WHY = {
     "specforge": "OnlineEagle3Model, attention_backend sdpa (flex attention has no backward on a CPU, fa and usp need flash_attn); its Triton loss is replaced by "
                  "core.loss._compute_loss of the same file; BF16Optimizer (AdamW, clipping at 0.5); target head in bf16, as its TargetHead is",
-    "speculators": "Eagle3DraftModel with its default norms, loss kl_div eager (the fused one is Triton; flex attention has no backward on a CPU); AdamW, clipping at 1.0; "
-                   "packs are not padded to a fixed length",
+    "speculators": "Eagle3DraftModel with its default norms, loss kl_div eager (the fused one is Triton; flex attention has no backward on a CPU); AdamW, clipping at 1.0",
     "ours": "eyas.train.train as it is, reading from the store",
 }  # fmt: skip
 PARTS = {  # of our step: operators by name, the first that fits
