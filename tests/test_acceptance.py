@@ -217,6 +217,29 @@ def test_baselines_are_on_the_same_prompts_and_lossless(data, target, drafter, p
     assert len(table) == 6 * 4 and not table["identical"][table["method"] == SAMPLED].all()
 
 
+def test_prompt_lookup_over_a_known_text_is_what_decoding_with_it_accepts(data, target, drafter, prompts):
+    model, seen, counted, cut = decode.load_model(target, torch.float32, "cpu"), 0, [], 0
+    for prompt in prompts:
+        prompt = [*prompt, *decode.greedy_decode(model, prompt, 25).tokens, *prompt]  # what comes was seen before
+        for n_tok in (1, 2, 20, 23):
+            trace = decode.speculative_decode(model, decode.PromptLookup(3), prompt, n_tok)
+            left, steps = len(trace.tokens) - 1, [(len(step.tokens), len(step.accepted)) for step in trace.steps]
+            before = left - sum(accepted + 1 for _, accepted in steps[:-1])  # tokens of the text that the last step could be compared with
+            if steps and steps[-1][1] >= before < steps[-1][0]:
+                steps, cut = steps[:-1], cut + 1
+            assert acceptance.looked_up(prompt, trace.tokens, 3) == (len(steps), sum(accepted for _, accepted in steps)), (len(prompt), n_tok)
+            seen += sum(accepted for _, accepted in steps)
+        counted.append(steps)
+    assert seen > 20 and cut > 0
+    config = Config.create(run_name="t", decode_new_tok=23, check_bf16_prompts=1, baseline_prompts=1, threads=1)
+    asked = [Prompt(f"s{i}", "chat", [*p, *decode.greedy_decode(model, p, 25).tokens, *p]) for i, p in enumerate(prompts)]
+    record = acceptance.measure(config, target, drafter, asked).record
+    found, n_steps, accepted = record["prompt_lookup"], sum(map(len, counted)), sum(a for steps in counted for _, a in steps)
+    assert (found["prompts"], found["verify_steps"], found["accepted"]) == (5, n_steps, accepted) and found["acceptance_length"]["value"] == (accepted + n_steps) / n_steps
+    assert found["difference"]["value"] == pytest.approx(record["acceptance_length"]["value"] - found["acceptance_length"]["value"], abs=1e-12)
+    assert "drafter minus n-grams" in headline(record) and "n-grams" not in headline(record | {"prompt_lookup": None})
+
+
 def test_repeats_stand_in_the_headline(data, target, drafter, prompts):
     config = Config.create(run_name="t", decode_new_tok=6, check_bf16_prompts=1, baseline_prompts=1, threads=1)
     record = acceptance.measure(config, target, drafter, made(prompts[:2])).record

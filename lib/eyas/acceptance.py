@@ -32,7 +32,7 @@ import pandas as pd
 import torch
 
 from eyas.config import Config
-from eyas.decode import EagleDraft, PromptLookup, ShuffledDraft, Step, Trace, greedy_decode, heldout_samples, load_model, response_start, speculative_decode
+from eyas.decode import EagleDraft, PromptLookup, Sampler, ShuffledDraft, Step, Trace, greedy_decode, heldout_samples, load_model, response_start, speculative_decode
 from eyas.drafter import Drafter, initial_drafter
 from eyas.errors import EyasError
 from eyas.files import ROOT, read_json, read_parquet, write_atomic, write_json
@@ -106,10 +106,12 @@ def headline(record: dict) -> str:
     """acceptance.json in one sentence, and a warning where repeats explain it."""
     settings, repeats = record["settings"], record["repeats"]
     tree = "" if settings["speculative_eagle_topk"] == 1 else f", top-k {settings['speculative_eagle_topk']}, {settings['speculative_num_draft_tokens']} tokens verified"
+    lookup = record.get("prompt_lookup")  # not in records of before
+    free = f"\nprompt-lookup n-grams, which cost nothing, over the same texts: {interval_text(lookup['acceptance_length'])}; drafter minus n-grams {interval_text(lookup['difference'])}" if lookup else ""
     text = (f"acceptance length {interval_text(record['acceptance_length'])} (bonus token included), {interval_text(record['accepted_per_step'])} accepted drafts a verify step: "
             f"{record['counts']['prompts']} prompts of {Path(settings['eval_set']).name}, {settings['speculative_num_steps']} draft steps{tree}, "
             + ("greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']:g}"))
-    return text + (f"\nWARNING: {repeats['warning']}" if repeats["warning"] else "")
+    return text + free + (f"\nWARNING: {repeats['warning']}" if repeats["warning"] else "")
 
 
 def measure(config: Config, target: Target, drafter: Drafter, prompts: list[Prompt]) -> Acceptance:
@@ -139,6 +141,7 @@ def measure(config: Config, target: Target, drafter: Drafter, prompts: list[Prom
     record["calibration"] = calibration([judged(trace) for trace in traces[DRAFTER]], config.seed)
     record["misses"] = misses(traces[DRAFTER], drafter, target.tokenizer())
     record["baselines"] = compare_methods(others, config.seed)
+    record["prompt_lookup"] = free_baseline(config, table, prompts, traces[PLAIN]) if config.temperature == 0 else None  # drawn texts are others
     # Verifying several tokens costs a CPU nearly as much as one in bfloat16 and about twice as much in float32, so both ratios are shown.
     timed = [(_seconds_for(plain, speculative), speculative.seconds) for plain, speculative in zip(again[PLAIN], again[DRAFTER])]
     record["speed_ratio_bfloat16"] = ratio_interval([t[0] for t in timed], [t[1] for t in timed], config.seed).as_dict() | {"prompts": len(timed)}
@@ -332,6 +335,32 @@ def _baseline_row(name: str, prompt: Prompt, plain: Trace, trace: Trace) -> dict
     return {"method": name, "id": prompt.id, "category": prompt.category, "tok": len(trace.tokens), "verify_steps": len(trace.steps) or len(trace.tokens) - 1,
             "draft_tok": sum(len(step.tokens) for step in trace.steps), "accepted": accepted, "seconds": trace.seconds,
             "plain_s": plain.seconds * len(trace.tokens) / len(plain.tokens), "identical": plain.tokens == trace.tokens}  # fmt: skip
+
+
+def looked_up(prompt_ids: list[int], tokens: list[int], steps: int) -> tuple[int, int]:
+    """(verify steps, accepted drafts) of prompt-lookup n-grams that would have written this text, which is the target's own, greedy: no model is needed to know what it accepts.
+
+    A step whose drafts are all right up to where a text was cut is left out: what comes next is not known.
+    """
+    method, fresh, at, n_steps, accepted = PromptLookup(steps), [*prompt_ids[1:], tokens[0]], 1, 0, 0
+    method.start(prompt_ids, Sampler(0.0, 0))
+    while at < len(tokens):
+        drafts, text = method.draft(fresh, None).tokens, tokens[at:]
+        hits = next((i for i, pair in enumerate(zip(drafts, text)) if pair[0] != pair[1]), min(len(drafts), len(text)))
+        if hits == len(text) < len(drafts):
+            break
+        fresh, at, n_steps, accepted = text[: hits + 1], at + hits + 1, n_steps + 1, accepted + hits
+    return n_steps, accepted
+
+
+def free_baseline(config: Config, table: pd.DataFrame, prompts: list[Prompt], plain: list[Trace]) -> dict:
+    """Acceptance length of prompt-lookup over the texts of plain decoding, all prompts; and the drafter's minus it, paired by prompt. table: rows of acceptance.parquet."""
+    n_steps, accepted = (np.array(column) for column in zip(*(looked_up(prompt.input_ids, trace.tokens, config.speculative_num_steps) for prompt, trace in zip(prompts, plain))))
+    ours = table["accepted"] + table["verify_steps"], table["verify_steps"]
+    return {
+        "prompts": len(prompts), "verify_steps": int(n_steps.sum()), "accepted": int(accepted.sum()), "acceptance_length": ratio_interval(accepted + n_steps, n_steps, config.seed).as_dict(),
+        "difference": difference_interval(ours, (accepted + n_steps, n_steps), config.seed).as_dict(),
+    }  # fmt: skip
 
 
 def compare_methods(table: pd.DataFrame, seed: int) -> list[dict]:
