@@ -6,10 +6,12 @@ Two tiny targets (Llama, Qwen3) have a server each for the length of this module
 import contextlib
 import dataclasses
 import shutil
+from types import SimpleNamespace
 
 import httpx
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny import make_tiny_target
 
 import eyas.parity
@@ -250,6 +252,20 @@ def test_states_of_a_fine_tuned_twin(case, dtype, tmp_path):
         assert tests["boundary"].ok is False, tests["boundary"].detail
     own = {id: {**s, "states": {b: as_stored(case.evidence[id].reference.rounded[b], dtype) for b in case.store.boundaries}} for id, s in case.samples.items()}
     assert case.examine(own, dtype=dtype)["boundary"].ok, "the same with the weights unchanged"
+
+
+def test_memory_of_the_reference(tmp_path, monkeypatch):
+    """By parameters, in float32 and in bfloat16, however few bytes the files pack them into."""
+    target = load_target(str(make_tiny_target(tmp_path / "model", n_blocks=2, seed=1)))
+    n = sum(weight.numel() for weight in target.causal_lm(torch.float32).parameters())
+    assert eyas.parity.n_parameters(target.folder) == n
+    (tmp_path / "packed").mkdir()
+    for name, weights in (("a", {"up.weight_packed": torch.zeros(8, 4, dtype=torch.int32), "up.weight_scale": torch.zeros(8, 1).bfloat16()}), ("b", {"down.weight": torch.zeros(3, 5).to(torch.float8_e4m3fn)})):
+        save_file(weights, tmp_path / "packed" / f"{name}.safetensors")
+    assert eyas.parity.n_parameters(tmp_path / "packed") == 8 * 32 + 8 + 15, "eight 4-bit weights in each int32"
+    monkeypatch.setattr(eyas.parity.psutil, "virtual_memory", lambda: SimpleNamespace(available=6 * n - 1))
+    with pytest.raises(EyasError, match="the reference of model takes"):
+        HuggingFace(target, 1)
 
 
 # ---- the certificate as a condition

@@ -27,6 +27,7 @@ Axes: T tokens of one sample, B stored boundaries, N+1 boundaries of the model, 
 
 import datetime
 import importlib.metadata
+import json
 import math
 import time
 import uuid
@@ -345,12 +346,24 @@ def policy_test(samples: dict[str, dict], evidence: dict[str, Evidence]) -> Verd
 # ---- the references
 
 
+def n_parameters(folder: Path) -> int:
+    """Weights of a model folder, from the headers of its safetensors files, whatever their dtype. Packed integers (I32, U8) are counted as 4 bits each."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with open(path, "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for tensor in (header[name] for name in header if name != "__metadata__"):
+            start, end = tensor["data_offsets"]
+            total += 2 * (end - start) if tensor["dtype"] in ("I32", "U8") else math.prod(tensor["shape"])
+    return total
+
+
 class HuggingFace:
     """The target in Hugging Face's implementation, in float32 and in bfloat16. EyasError when the machine has no room for both."""
 
     def __init__(self, target: Target, threads: int):
         torch.set_num_threads(threads)
-        need = 3 * sum(path.stat().st_size for path in target.folder.glob("*.safetensors"))  # of bfloat16 weights: once more, and twice as wide
+        need = (4 + 2) * n_parameters(target.folder)  # both dtypes side by side
         if need > psutil.virtual_memory().available:
             raise EyasError(f"the reference of {target.name} takes {bytes_text(need)} of memory", f"that much free ({bytes_text(psutil.virtual_memory().available)} are)",
                             "python -m eyas parity on a machine that has it and sees the server's spool; or train with -p without_parity true")
