@@ -167,6 +167,15 @@ def write_store(folder, drafter, samples) -> Store:
     return stores.write_store(folder, manifest, head, rows)
 
 
+def test_walk_is_on_the_device_of_the_profile(data, drafter, monkeypatch):
+    config = Config.create(run_name="t", speculative_num_steps=LENGTH, threads=1, device="cuda")
+    store = write_store(config.store_dir, drafter, {"a": ("heldout", 4, [3, 0, 2])})
+    asked = []
+    monkeypatch.setattr(Drafter, "to", lambda self, device: asked.append(device) or self)  # there may be no GPU here
+    run_walk(config, drafter, store)
+    assert asked == ["cuda"]
+
+
 def test_walk_of_a_store(data, drafter):
     config = Config.create(run_name="t", speculative_num_steps=LENGTH, threads=1)
     store = write_store(config.store_dir, drafter, {"a": ("heldout", 4, [3, 0, 2]), "b": ("train", 4, [3, 3]), "c": ("heldout", 9, [0, 0, 1, 3])})

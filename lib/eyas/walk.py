@@ -197,6 +197,7 @@ def jump(hits: np.ndarray, draft_length: int) -> tuple[np.ndarray, np.ndarray]:
 def run_walk(config: Config, drafter: Drafter, store) -> dict:
     """Walk all held-out samples of the store and write walk.json: counts, then ratios with intervals by bootstrap over samples."""
     torch.set_num_threads(config.threads)
+    drafter = drafter.to(config.device).eval()
     ids = store.samples("heldout")
     if not ids:
         raise EyasError("the store has no held-out sample", "at least one", "python -m eyas extract -p heldout_samples 48")
