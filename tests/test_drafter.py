@@ -139,8 +139,8 @@ def test_config_from_target(target):
 
 def test_refused_with_what_is_wrong(saved, target, tmp_path):
     _, folder = saved
-    with pytest.raises(EyasError, match="no drafter in 'none'"):
-        load_drafter(tmp_path / "none", target)
+    with pytest.raises(EyasError, match="no drafter in 'drafter' of run 'theirs'.*eyas train -p run_name theirs.*import-drafter FOLDER -p run_name theirs"):
+        load_drafter(tmp_path / "theirs" / "drafter", target)
     other = load_target(str(make_tiny_target(tmp_path / "other", n_blocks=6, seed=1)))
     with pytest.raises(EyasError, match="another target: tiny"):
         load_drafter(folder, other)

@@ -335,7 +335,9 @@ def load_drafter(folder: Path, target: Target) -> Drafter:
 
 def _read_metadata(path: Path) -> dict:
     if not path.is_file():
-        raise EyasError(f"no drafter in {path.parent.name!r} of run {path.parent.parent.name!r}", f"a {FILE}", "python -m eyas train --profile demo")
+        run = path.parent.parent.name
+        raise EyasError(f"no drafter in {path.parent.name!r} of run {run!r}", f"a {FILE}",
+                        f"python -m eyas train -p run_name {run}; one that others trained: python -m eyas import-drafter FOLDER -p run_name {run}")
     try:
         with safe_open(path, framework="pt") as file:
             return json.loads(file.metadata()["drafter"])
