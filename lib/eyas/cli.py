@@ -352,11 +352,33 @@ def _export(args) -> int:
     drafter = load_drafter(config.drafter_dir, target)
     if args.to == "sglang":
         folder = export_sglang(drafter, target, config.export_dir)
-        print(f"for {SGLANG.replace('sglang', 'SGLang')}: --speculative-algorithm EAGLE3 --speculative-draft-model-path {folder}")
+        print(f"for {SGLANG.replace('sglang', 'SGLang')}, with the draft settings of the profile:\n{_sglang_line(config, target.folder, folder)}")
+        if drafter.config.norm_output:
+            print("it feeds back the drafter's normed output (norm_output in config.json), which this SGLang does; one that does not know it accepts less from the second draft on")
         return 0
     folder = export_speculators(drafter, target, config.export_dir / "vllm", config.speculative_num_steps, args.to)
-    print(f"for vLLM and speculators: vllm serve {folder}")
+    print(f"for vLLM and speculators, with the draft settings of the profile:\n{_vllm_line(config, target.folder, folder)}\nvLLM was never run here"
+          + ("; it has to know norm_output of config.json, or it accepts less from the second draft on" if drafter.config.norm_output else ""))
     return 0
+
+
+def _sglang_line(config, model: Path, folder: Path) -> str:
+    """What serves the export, as `decode` judged it: of what is not said SGLang chooses its own, for a Llama a tree of 8 tokens. Address, memory and the like are the server's own affair."""
+    words = ["python", "-m", "sglang.launch_server", "--model-path", model, "--dtype", config.dtype, *["--tp-size", config.tensor_parallel] * (config.tensor_parallel > 1),
+             *["--trust-remote-code"] * config.trust_remote_code, "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", folder,
+             "--speculative-num-steps", config.speculative_num_steps, "--speculative-eagle-topk", config.speculative_eagle_topk, "--speculative-num-draft-tokens", config.verified_tok,
+             *["--speculative-use-rejection-sampling"] * config.speculative_use_rejection_sampling]  # fmt: skip
+    return shlex.join(map(str, words))
+
+
+def _vllm_line(config, model: Path, folder: Path) -> str:
+    """The same for vLLM, which drafts chains; it names the target itself, since the one in the export's config.json is a folder of this machine."""
+    import json
+
+    speculative = json.dumps({"method": "eagle3", "model": str(folder), "num_speculative_tokens": config.speculative_num_steps})
+    words = ["vllm", "serve", model, "--dtype", config.dtype, *["--tensor-parallel-size", config.tensor_parallel] * (config.tensor_parallel > 1),
+             *["--trust-remote-code"] * config.trust_remote_code, "--speculative-config", speculative]  # fmt: skip
+    return shlex.join(map(str, words))
 
 
 def _import_drafter(args) -> int:
@@ -368,7 +390,7 @@ def _import_drafter(args) -> int:
     residual = {"yes": True, "no": False, None: None}[args.norm_before_residual]
     print(import_drafter(args.folder, load_target(config.target, config.trust_remote_code), config.drafter_dir, args.ids_of or "", given, residual))
     print(f"next: python -m eyas decode -p drafter_run {config.run_name}, with the profile of a run whose prompts are to judge it; its own results stay, and compare -p drafter_run "
-          f"{config.run_name} -p compare_run THAT_RUN tells the two drafters apart")
+          f"{config.run_name} -p compare_run THAT_RUN tells the two drafters apart\nwithout such a run: python -m eyas decode -p run_name {config.run_name} -p eval_set FILE.jsonl, or humaneval")
     return 0
 
 
