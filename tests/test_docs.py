@@ -58,10 +58,16 @@ LONG = {  # commands of `bash long` blocks, and `make`: why they are not run, an
     "make report P=reference": "an hour; as make demo",
     "make report P=layers": "35 minutes; tests/test_sweep.py runs a small sweep",
     "python -m eyas serve-check --profile my.yaml": "two more servers; tests/test_served.py runs it",
-}
+    "python -m papermill notebooks/05_acceptance.ipynb mine-05.ipynb -f my.yaml": "minutes; tests/test_notebooks.py runs notebook 04 so",
+    "python -m jupyterlab mine-05.ipynb": "it stays",
+} | {  # the study of one's own
+    f"python -m eyas {command.replace('MINE', '--profile my.yaml -p run_name my-layers')}": "a server and fifty trainings; tests/test_sweep.py runs a small sweep"
+    for command in (
+        "server up MINE -p extra_boundaries all", "extract MINE -p extra_boundaries all", "parity MINE -p extra_boundaries all", "server down MINE",
+        "sweep MINE -p extra_boundaries all -p epochs 1.0", "report MINE -p extra_boundaries all -p epochs 1.0 -p notebooks 06",
+    )
+}  # fmt: skip
 NOT_RUN = {  # commands that pages name and no page runs: what does
-    ("compare",): "tests/test_acceptance.py",
-    ("import-drafter",): "tests/test_export.py",
     ("serve-check",): "tests/test_served.py",
     ("job", "follow"): "tests/test_lab.py",
     ("job", "start"): "tests/test_lab.py",
