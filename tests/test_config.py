@@ -13,6 +13,7 @@ def test_boundaries_however_they_are_written(given):
 
 @pytest.mark.parametrize(("name", "given", "value"), [
     ("learning_rate", "1e-4", 1e-4), ("epochs", "2", 2.0), ("seed", "7", 7), ("max_length", 64.0, 64), ("store_fp8", "True", True), ("store_fp8", "false", False),
+    ("chat_template_kwargs", '{"enable_thinking": false}', '{"enable_thinking": false}'),
 ])  # fmt: skip
 def test_strings_become_what_the_setting_is(name, given, value):
     found = getattr(Config.create(**{name: given}), name)
@@ -23,6 +24,8 @@ def test_strings_become_what_the_setting_is(name, given, value):
     ("boundaries", "2,x"), ("boundaries", "[2, 1.5]"), ("boundaries", [True, 2]), ("boundaries", "27,2"), ("boundaries", "2,2"), ("boundaries", []), ("boundaries", "-1,2"),
     ("store_fp8", "yes"), ("store_fp8", 1), ("epochs", "nan"), ("epochs", True), ("epochs", 0), ("seed", 1.5), ("seed", "one"), ("run_name", 3), ("run_name", "../else"),
     ("device", "gpu"), ("loss", "mse"), ("max_length", 4096), ("server_url", "localhost:30000"), ("port", 70000),
+    ("chat_template_kwargs", "enable_thinking"), ("chat_template_kwargs", "[false]"), ("chat_template_kwargs", "{}"), ("chat_template_kwargs", '{"messages": []}'),
+    ("chat_template_kwargs", '{"t": NaN}'), ("chat_template_kwargs", '{"enable thinking": false}'), ("chat_template_kwargs", {"enable_thinking": False}),
 ])  # fmt: skip
 def test_what_a_setting_cannot_be(name, given):
     with pytest.raises(EyasError, match=f"^{name} = ") as error:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_prompts import CHATML, OPENS, STRIPS, THINKS
 from tiny import make_tiny_target
 
 from eyas import cli, doctor
@@ -156,6 +157,21 @@ def test_a_config_alone_is_enough(tmp_path, capsys):
     assert code == 0 and "61 blocks" in out and "DeepseekV2Model of kimi_k25.py, blocks DeepseekV2DecoderLayer" in out
     assert "2, 30, 58, ids 2, 30, 58 for SGLang" in out and "code of its own      yes" in out and "not for quantised weights (compressed-tensors): -p device cuda" in out
     assert "| modelopt       | Hugging Face backend | after      | 2, 30, 58   | 2, 30, 58  | 1, 29, 57 |" in out
+
+
+@pytest.mark.parametrize("template, said", [
+    (THINKS, ["ok    chat template        thinks: answers with thoughts (", "without with -p chat_template_kwargs '{\"enable_thinking\": false}' (",
+              "-     several answers      the template rewrites earlier ones when more follows, the last is supervised alone"]),
+    (OPENS, ["'{\"thinking\": false}' (", "-     several answers      answers with thoughts: the template rewrites earlier ones"]),
+    (STRIPS.replace("thinking", "no_switch"), ["thinks: answers with thoughts ("]),
+    (CHATML.replace("m.content +", "(m.content if loop.last or m.role == 'user' else '...') +"), ["tokens of one turn supervised", "several answers      the template rewrites earlier ones"]),
+])  # fmt: skip
+def test_a_template_that_thinks_or_rewrites_is_a_whole_target(tmp_path, capsys, template, said):
+    """One turn and two are looked at apart: what is supported is said, with what to set."""
+    folder = make_tiny_target(tmp_path / "tiny", n_blocks=8)
+    (folder / "chat_template.jinja").write_text(template)
+    code, out = asked(folder, json.loads((folder / "config.json").read_text()), capsys)
+    assert code == 0 and "WRONG" not in out and all(text in out for text in said) and ("without with" in out) == (template in (THINKS, OPENS))
 
 
 @pytest.mark.parametrize("change, said, command", [

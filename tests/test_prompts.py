@@ -15,11 +15,30 @@ import pytest
 
 from eyas import prompts
 from eyas.errors import EyasError
-from eyas.files import ROOT, read_json, sha256_file
+from eyas.config import Config
+from eyas.extract import _encode_all, make_manifest
+from eyas.files import ROOT, read_json, sha256_file, sha256_json
 from eyas.prompt_topics import TOPICS
 from eyas.prompts import Conversation, build_prompts, encode, load_prompts
+from eyas.target import load_target, with_kwargs
+from tiny import CHAT_TEMPLATE
 
 SHIPPED = ROOT / "data_manifests" / "eyas_chat.jsonl"
+# as Qwen3's: thoughts are the model's own, an earlier answer is left without them, an answer has an empty pair where it has none; enable_thinking=False closes them in the prompt
+THINKS = """{%- for m in messages %}
+    {%- set thoughts, said = ('', m.content) if '</think>' not in m.content else (m.content.split('</think>')[0].split('<think>')[-1].strip(), m.content.split('</think>')[-1].lstrip()) %}
+    {{- '<|im_start|>' + m.role + '\n' }}
+    {%- if m.role == 'assistant' and loop.last %}{{- '<think>\n' + thoughts + '\n</think>\n\n' }}{%- endif %}
+    {{- (said if m.role == 'assistant' else m.content) + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
+{%- endif %}"""
+# as Kimi-K2.5's: the prompt opens the thoughts, every answer has an empty pair
+OPENS = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + ('<think></think>' if m.role == 'assistant' else '') + m.content + '<|im_end|>' }}{% endfor %}"
+         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + ('<think></think>' if thinking is defined and thinking is false else '<think>') }}{% endif %}")
+# as DeepSeek-R1's: the same prompt, no answer keeps its thoughts
+STRIPS = OPENS.replace("('<think></think>' if m.role == 'assistant' else '') + m.content", "m.content.split('</think>')[-1]")
 CASES = [json.loads(line) for line in (Path(__file__).parent / "data" / "masks.jsonl").read_text(encoding="utf-8").splitlines()]
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 MARKED = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
@@ -28,8 +47,6 @@ MARKED = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.ro
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    from eyas.target import load_target
-
     return load_target("embedded").tokenizer()
 
 
@@ -260,6 +277,98 @@ def test_prompt_and_answer_are_never_merged(tokenizer):
     assert tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False)) != sample.input_ids.tolist()
 
 
+@pytest.mark.parametrize("template, kwargs, contents, finish", [
+    (THINKS, "", ("Hi", "<think>\nHm.\n</think>\n\nHello!"), "stop"),
+    (THINKS, "", ("Hi", "<think>\nHm.\n\n</think>\nHello!"), "stop"),  # other line breaks than the template's
+    (THINKS, "", ("Hi", "<think>\nHm"), "length"),  # cut within the thoughts: the template puts an empty pair before them
+    (THINKS, "", ("Hi", "<think>\nHm.\n</think>\n\nHello!", "And?", "<think>\nWell.\n</think>\n\nSo."), "stop"),
+    (THINKS, '{"enable_thinking": false}', ("Hi", "Hello!"), "stop"),
+    (THINKS, '{"enable_thinking": false}', ("Hi", "Hello!", "And?", "So"), "length"),
+    (OPENS, "", ("Hi", "Hm.</think>Hello!"), "stop"),
+    (OPENS, "", ("Hi", "Hm"), "length"),
+    (OPENS, "", ("Hi", "Hm.</think>Hello!", "And?", "Well.</think>So."), "stop"),
+    (OPENS, '{"thinking": false}', ("Hi", "Hello!"), "stop"),
+    (STRIPS, "", ("Hi", "Hm.</think>Hello!"), "stop"),
+    (STRIPS, "", ("Hi", "Hm"), "length"),
+])  # fmt: skip
+def test_what_a_thinking_model_wrote_and_nothing_else_is_supervised(template, kwargs, contents, finish, with_template):
+    """The right ids are those of the prompt as the server gets it, then the answer's own, then the end of the turn."""
+    tokenizer, messages = with_template(template), turns(*contents)
+    prompt = tokenizer.encode(tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True, **json.loads(kwargs or "{}")))
+    answer = tokenizer.encode(messages[-1]["content"])
+    if kwargs:
+        with_template(with_kwargs(template, kwargs))
+    assert prompts.prompt_ids(messages[:-1], tokenizer, "x") == prompt and prompts.end_of_turn(tokenizer) == 2
+    sample = encode(conversation([*messages[:-1], messages[-1] | {"finish": finish}]), tokenizer, 512)
+    n = len(prompt) + len(answer) + 1
+    assert sample.input_ids[:n].tolist() == [*prompt, *answer, 2] and tokenizer.decode(sample.input_ids[n:]).strip() == ""
+    assert np.flatnonzero(sample.loss_mask).tolist() == list(range(len(prompt), n - (finish == "length")))
+    assert sample.warnings == (("1 of 2 answers not supervised: the chat template rewrites them",) if len(messages) == 4 else ())
+
+
+def test_answers_that_are_not_rewritten_stay_supervised(with_template):
+    """Without thinking Kimi's template appends only, so every answer counts; one that shortens earlier answers leaves the last."""
+    dialogue = conversation(turns("Hi", "Hello!", "And?", "So."))
+    sample = encode(dialogue, with_template(with_kwargs(OPENS, '{"thinking": false}')), 512)
+    assert supervised(sample, with_template(OPENS)) == ["Hello!<|im_end|>", "So.<|im_end|>"] and not sample.warnings
+    tokenizer = with_template(CHATML.replace("m.content +", "(m.content if loop.last or m.role == 'user' else '...') +"))
+    sample = encode(dialogue, tokenizer, 512)
+    assert supervised(sample, tokenizer) == ["So.<|im_end|>"] and "...<|im_end|>" in tokenizer.decode(sample.input_ids)
+
+
+def test_an_opening_that_the_prompt_has_already_is_not_written_twice(with_template):
+    tokenizer = with_template(OPENS)
+    both = [encode(conversation(turns("Hi", answer)), tokenizer, 512) for answer in ("Hm.</think>Hello!", "<think>Hm.</think>Hello!")]
+    assert np.array_equal(both[0].input_ids, both[1].input_ids) and np.array_equal(both[0].loss_mask, both[1].loss_mask)
+
+
+@pytest.mark.parametrize("template, kwargs, answer, finish, message", [
+    (THINKS, "", "Hello!", "stop", "sample some-sample: message 2 begins 'Hello!', and the chat template makes it '<think>.*next: -p chat_template_kwargs '{\"enable_thinking\": false}'"),
+    (THINKS, "", "Hel", "length", "makes it '<think>.*{\"enable_thinking\": false}"),
+    (THINKS, "", "Hm.\n</think>\n\nHello!", "stop", "makes it '<think>.*{\"enable_thinking\": false}"),
+    (THINKS, '{"enable_thinking": false}', "<think>\nHm", "length", "message 2 has thoughts, and the chat template closes them.*{\"enable_thinking\": true}"),
+    (THINKS, '{"enable_thinking": false}', "<think>\nHm.\n</think>\n\nHello!", "stop", "message 2 has thoughts"),
+    (OPENS, "", "Hello!", "stop", "makes it '</think>Hello!'.*{\"thinking\": false}"),
+    (STRIPS, "", "Hello!", "stop", "writes it otherwise than after its generation prompt"),
+])  # fmt: skip
+def test_what_a_thinking_model_did_not_write_is_refused(template, kwargs, answer, finish, message, with_template):
+    tokenizer = with_template(with_kwargs(template, kwargs) if kwargs else template)
+    asked = conversation([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer, "finish": finish}])
+    with pytest.raises(EyasError, match=message) as error:
+        encode(asked, tokenizer, 512)
+    samples, reasons = _encode_all([asked], tokenizer, 512)  # the list of what extraction left out says what to set
+    assert not samples and reasons["some-sample"].endswith(error.value.next_command) and error.value.next_command
+
+
+def test_a_generation_prompt_goes_before_markers(with_template):
+    """Some templates mark the header of a turn as well, which the model does not write."""
+    marked = CHATML.replace("{{ '<|im_start|>'", "{% generation %}{{ '<|im_start|>'").replace("'<|im_end|>\n' }}", "'<|im_end|>\n' }}{% endgeneration %}")
+    assert supervised(encode(conversation(turns("Hi", "Hello!")), with_template(marked), 512), with_template(marked)) == ["Hello!<|im_end|>"]
+
+
+@pytest.mark.parametrize("kwargs", [{"enable_thinking": False}, {"enable_thinking": True}, {"note": 'a "b" %} \'c\'\n\u00fc', "n": [1, None, {"x": 2.5}]}])
+def test_template_variables_are_those_of_apply_chat_template(kwargs, with_template, embedded):
+    template, messages = THINKS + "{{ note }}{{ n }}", turns("Hi", "<think>\nHm.\n</think>\n\nHello!", "And?")
+    expected = [with_template(template).apply_chat_template(messages, tokenize=False, add_generation_prompt=flag, **kwargs) for flag in (False, True)]
+    tokenizer = with_template(with_kwargs(template, json.dumps(kwargs)))
+    assert [tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=flag) for flag in (False, True)] == expected
+    spelled = json.dumps(dict(reversed(kwargs.items())), indent=2)
+    assert with_kwargs(template, spelled) == tokenizer.chat_template
+    own, changed = embedded.tokenizer(), load_target("embedded", chat_template_kwargs=json.dumps(kwargs)).tokenizer()
+    assert own.chat_template == CHAT_TEMPLATE and changed.chat_template == with_kwargs(CHAT_TEMPLATE, spelled)
+    assert prompts.template_hash(changed) != prompts.template_hash(own) == sha256_json(CHAT_TEMPLATE)
+
+
+def test_a_store_says_its_template_variables_and_those_before_it_say_none(embedded):
+    status = {"sglang": "1", "device": "cpu", "dtype": "bfloat16", "capture": {"version": "1"}, "radix_cache": False, "chunked_prefill": False, "overlap": False, "prefill_graph": False, "flags": {}}
+    shipped, kwargs = load_prompts(SHIPPED), '{"enable_thinking": false}'
+    target = load_target("embedded", chat_template_kwargs=kwargs)
+    before = make_manifest(Config(), status, embedded, shipped, embedded.tokenizer())
+    changed = make_manifest(Config(chat_template_kwargs=kwargs), status, target, shipped, target.tokenizer())
+    assert "chat_template_kwargs" not in before and before["template_hash"] == sha256_json(CHAT_TEMPLATE)
+    assert changed == before | {"chat_template_kwargs": {"enable_thinking": False}, "template_hash": sha256_json(target.tokenizer().chat_template)} and changed["template_hash"] != before["template_hash"]
+
+
 def test_a_cut_before_the_answer_is_refused(tokenizer):
     with pytest.raises(EyasError, match="sample some-sample has .* the first 8 hold nothing of an answer"):
         encode(conversation(turns("A rather long question, is it not?", "Yes.")), tokenizer, 8)
@@ -282,11 +391,12 @@ def test_generation_markers_give_the_same_mask(case, with_template):
 
 
 @pytest.mark.parametrize("template, message", [
-    # markers that are never reached; markers around all; around the user's turns too; earlier turns rewritten; no end of turn; no text at all
+    # markers that are never reached; markers around all; around the user's turns too; answers rewritten; no end of turn; no text at all
     (MARKED.replace("== 'assistant'", "== 'nobody'"), "a loss mask of zeros everywhere"),
-    ("{% generation %}" + CHATML + "{% endgeneration %}", "a loss mask of ones everywhere"),
+    ("{% generation %}" + CHATML[: CHATML.index("{% if")] + "{% endgeneration %}", "a loss mask of ones everywhere"),
     (MARKED.replace("== 'assistant'", "!= 'system'"), "marks 4 turns as the assistant's; expected its 2 answers"),
-    (CHATML.replace("m.content +", "(m.content if loop.last or m.role == 'user' else '...') +"), "the chat template changes what comes before message 2"),
+    (CHATML.replace("m.content +", "(m.content if m.role == 'user' else '...') +"), "message 4 begins 'So.', and the chat template makes it '...'"),
+    (MARKED.replace("{{ m.content }}{% endgen", "{{ '...' }}{% endgen"), "message 4 begins 'So.', and the chat template makes it '...'"),
     (CHATML.replace("<|im_end|>", ""), "without a control token"),
     ("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}", "without a control token"),
     ("{{ raise_exception('never') }}", "the chat template refuses it: never"),
@@ -463,6 +573,25 @@ def test_cut_answers_say_so(generating, tokenizer):
 def test_an_aborted_answer_is_not_kept(generating, finish):
     with pytest.raises(EyasError, match="6 of 6 conversations got no answer: s.: it ended with"):
         run(generating, generating.start(finish=finish))
+
+
+def test_answers_made_with_other_template_variables_are_not_taken(generating, tokenizer, with_template):
+    """What the target wrote with its thinking off does not follow the prompt with thinking on. The manifest beside the answers says how they were made."""
+    kwargs = '{"enable_thinking": false}'
+    generating.target.chat_template_kwargs = kwargs
+    with_template(with_kwargs(THINKS, kwargs))
+    server = generating.start()
+    manifest = run(generating, server)
+    assert manifest["chat_template_kwargs"] == json.loads(kwargs) and all(tokenizer.decode(r["input_ids"]).endswith("assistant\n<think>\n\n</think>\n\n") for r in server.requests)
+    made = load_prompts(generating.out)
+    assert supervised(encode(made.conversations[1], tokenizer, 512), tokenizer) == ["Well, hello.<|im_end|>"]
+    prompts.check_responses(made, generating.target, tokenizer)
+    with_template(THINKS)
+    with pytest.raises(EyasError, match=re.escape(f"next: -p chat_template_kwargs '{kwargs}'")):
+        prompts.check_responses(made, generating.target, tokenizer)
+    prompts.check_responses(made, SimpleNamespace(name="another", fingerprint="0" * 64), tokenizer)  # its answers are not this target's own
+    generating.out.with_suffix(".json").write_text("[1]")
+    prompts.check_responses(made, generating.target, tokenizer)
 
 
 def test_no_server_and_another_model(generating, tmp_path):

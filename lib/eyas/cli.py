@@ -84,7 +84,7 @@ def _prompts_generate(args) -> int:
     if not config.generate_responses and not config.prompt_path.is_file() and "*" in config.prompt_path.name:
         raise EyasError(f"prompt_set {config.prompt_set!r} names several files", "the one to write responses into", "python -m eyas prompts generate -p prompt_set FILE.jsonl")
     conversations = load_prompts(config.prompt_path).conversations
-    server, target = need_server(config), load_target(config.target, config.trust_remote_code)
+    server, target = need_server(config), load_target(config.target, config.trust_remote_code, config.chat_template_kwargs)
     with Progress(len(conversations), "conversations") as progress:
         manifest = generate_responses(server.url, target, conversations, config.max_new_tok, config.concurrency, config.answered_path, progress)
     responses = manifest["responses"]
@@ -169,7 +169,7 @@ def _extract(args) -> int:
     from eyas.target import load_target
 
     config = _config(args)
-    summary = extract(config, need_servers(config), load_target(config.target, config.trust_remote_code), load_prompts(config.answered_path), args.retry_failed, args.anyway)
+    summary = extract(config, need_servers(config), load_target(config.target, config.trust_remote_code, config.chat_template_kwargs), load_prompts(config.answered_path), args.retry_failed, args.anyway)
     print(summary)
     return 1 if summary.failed else 0
 
@@ -207,7 +207,7 @@ def _verify(args) -> int:
     from eyas.verify import repair, verify
 
     config = _config(args)
-    target, prompts = load_target(config.target, config.trust_remote_code), load_prompts(config.answered_path)
+    target, prompts = load_target(config.target, config.trust_remote_code, config.chat_template_kwargs), load_prompts(config.answered_path)
     report = verify(config.store_dir, prompts, target.tokenizer(), deep=not args.quick)
     print(report)
     if report.foreign or not (report.ok or args.repair):
@@ -242,7 +242,7 @@ def _parity(args) -> int:
     config = _config(args)
     store = Store.open(config.store_dir)
     prompts = load_prompts(config.answered_path) if store.manifest["prompts"]["hash"] else None  # an imported store has none
-    record = certify(config, need_servers(config)[0], store, load_target(config.target, config.trust_remote_code), prompts, full=args.full)
+    record = certify(config, need_servers(config)[0], store, load_target(config.target, config.trust_remote_code, config.chat_template_kwargs), prompts, full=args.full)
     print(summary(record))
     return 0 if record["passed"] else 1
 
@@ -261,7 +261,7 @@ def _store_import(args) -> int:
     from eyas.target import load_target
 
     config = _config(args)
-    imported = import_store(config, load_target(config.target, config.trust_remote_code), args.format, args.source, args.norm, args.heldout_every)
+    imported = import_store(config, load_target(config.target, config.trust_remote_code, config.chat_template_kwargs), args.format, args.source, args.norm, args.heldout_every)
     print(imported)
     return 1 if imported.failed else 0
 
@@ -296,7 +296,7 @@ def _tune(args) -> int:
     from eyas.tune import summary, tune, tuned_profile
 
     config = _config(args)
-    result = tune(config, load_target(config.target, config.trust_remote_code), load_prompts(config.answered_path))
+    result = tune(config, load_target(config.target, config.trust_remote_code, config.chat_template_kwargs), load_prompts(config.answered_path))
     print(summary(result))
     if result["helped"]:
         print(f"kept as a profile: --profile {tuned_profile(config)}")
@@ -311,7 +311,7 @@ def _walk(args) -> int:
 
     config = _config(args)
     store = Store.open(config.judged_store_dir)
-    print(summary(run_walk(config, load_drafter(config.judged.drafter_dir, load_target(config.target, config.trust_remote_code)), store)))
+    print(summary(run_walk(config, load_drafter(config.judged.drafter_dir, load_target(config.target, config.trust_remote_code, config.chat_template_kwargs)), store)))
     return 0
 
 
@@ -322,7 +322,7 @@ def _decode(args) -> int:
     from eyas.target import load_target
 
     config = _config(args)
-    target = load_target(config.target, config.trust_remote_code)
+    target = load_target(config.target, config.trust_remote_code, config.chat_template_kwargs)
     prompts, drafter = eval_prompts(config, target), load_drafter(config.judged.drafter_dir, target)
     acceptance = measure(config, target, drafter, prompts)
     print(acceptance)
@@ -348,7 +348,7 @@ def _export(args) -> int:
     from eyas.target import load_target
 
     config = _config(args)
-    target = load_target(config.target, config.trust_remote_code)
+    target = load_target(config.target, config.trust_remote_code, config.chat_template_kwargs)
     drafter = load_drafter(config.drafter_dir, target)
     if args.to == "sglang":
         folder = export_sglang(drafter, target, config.export_dir)
@@ -388,7 +388,7 @@ def _import_drafter(args) -> int:
     config = _config(args)
     given = config.boundaries if any(name == "boundaries" for name, _ in args.p or []) else ()
     residual = {"yes": True, "no": False, None: None}[args.norm_before_residual]
-    print(import_drafter(args.folder, load_target(config.target, config.trust_remote_code), config.drafter_dir, args.ids_of or "", given, residual))
+    print(import_drafter(args.folder, load_target(config.target, config.trust_remote_code, config.chat_template_kwargs), config.drafter_dir, args.ids_of or "", given, residual))
     print(f"next: python -m eyas decode -p drafter_run {config.run_name}, with the profile of a run whose prompts are to judge it; its own results stay, and compare -p drafter_run "
           f"{config.run_name} -p compare_run THAT_RUN tells the two drafters apart\nwithout such a run: python -m eyas decode -p run_name {config.run_name} -p eval_set FILE.jsonl, or humaneval")
     return 0
@@ -401,7 +401,7 @@ def _serve_check(args) -> int:
     from eyas.target import load_target
 
     config = _config(args)
-    target = load_target(config.target, config.trust_remote_code)
+    target = load_target(config.target, config.trust_remote_code, config.chat_template_kwargs)
     found = check(config, target, load_drafter(config.judged.drafter_dir, target), eval_prompts(config, target))
     print(found)
     return 0 if found.passed else 1

@@ -6,6 +6,7 @@ subset that it uses; `Config.create(**parameters)` coerces, checks and refuses w
 
 import dataclasses
 import difflib
+import json
 import math
 import shlex
 import types
@@ -74,6 +75,7 @@ class Config:
     prompt_set: str = _doc("data_manifests/eyas_chat.jsonl", "JSONL of conversations, relative to the repository or absolute; or several: folder/name*.jsonl")
     generate_responses: bool = _doc(False, "make the responses afresh with the server instead of using the shipped ones")
     max_new_tok: int = _doc(128, "longest generated response, tokens")
+    chat_template_kwargs: str = _doc("", "variables of the chat template, JSON such as '{\"enable_thinking\": false}' (Qwen3) or '{\"thinking\": false}' (Kimi-K2.5); empty: as it is")
     train_samples: int = _doc(1000, "conversations of the training topics to extract, at most")
     heldout_samples: int = _doc(48, "conversations of the held-out topics to extract, at most")
     max_length: int = _doc(512, "longest sample, tokens; longer ones are cut there and say so")
@@ -184,6 +186,7 @@ class Config:
         need(self.speculative_eagle_topk <= self.draft_vocab_size, "speculative_eagle_topk", f"at most draft_vocab_size ({self.draft_vocab_size})")
         need(self.max_prefill_tok == 0 or self.max_prefill_tok >= self.max_length, "max_prefill_tok", f"0, or at least max_length ({self.max_length}): a sample's rows come in one pass")
         need(self.max_length <= self.context_tok, "max_length", f"at most context_tok ({self.context_tok})")
+        need(not self.chat_template_kwargs or _template_variables(self.chat_template_kwargs), "chat_template_kwargs", "a JSON object of the template's variables such as '{\"enable_thinking\": false}'")
         self.verified_tok
 
     @property
@@ -304,6 +307,14 @@ class Config:
 
     def __str__(self) -> str:
         return self.describe(f.name for f in dataclasses.fields(self))
+
+
+def _template_variables(text: str) -> bool:
+    try:
+        found = json.loads(text, parse_constant=int)  # no NaN, no Infinity: Jinja has neither
+    except ValueError:
+        return False
+    return isinstance(found, dict) and bool(found) and all(name.isidentifier() and name not in ("messages", "add_generation_prompt") for name in found)
 
 
 def verified_tok(steps: int, topk: int, draft_tokens: int = 0, rejection_sampling: bool = False) -> int:

@@ -6,6 +6,7 @@ The two plugins are not only looked for: each is applied in a process of its own
 Only the standard library is imported here, so that it also works where packages are missing.
 """
 
+import contextlib
 import difflib
 import importlib.metadata
 import json
@@ -143,7 +144,7 @@ def check_code(config: dict) -> Check:
 
 
 def check_tokenizer(folder: Path, vocab_size: int) -> list[Check]:
-    """A conversation of two turns through the template, as extraction does it: is every answer supervised, and nothing else?"""
+    """Can it be loaded, are its ids the model's, and what of a conversation does its chat template supervise?"""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model")):
         return [Check("tokenizer", None, "none in the folder: not looked at")]
     if (folder / "tokenizer_config.json").is_file() and "auto_map" in read_json(folder / "tokenizer_config.json"):
@@ -151,7 +152,7 @@ def check_tokenizer(folder: Path, vocab_size: int) -> list[Check]:
     try:
         from transformers import AutoTokenizer
 
-        from eyas.prompts import Conversation, encode
+        import eyas.prompts  # noqa: F401  needs packages too
     except ImportError as error:
         return [Check("tokenizer", None, f"not looked at: {error}")]
     again = "copy the tokenizer's files of the model, chat_template.jinja among them, into its folder"
@@ -159,16 +160,52 @@ def check_tokenizer(folder: Path, vocab_size: int) -> list[Check]:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # whatever a tokenizer's files hold
         return [Check("tokenizer", False, f"can't be loaded: {str(error).splitlines()[0]}", again)]
-    checks = [Check("tokenizer", not vocab_size or len(tokenizer) <= vocab_size, f"{type(tokenizer).__name__}, {len(tokenizer):,} tokens of {vocab_size:,}", again)]
-    turns = [{"role": role, "content": text} for role, text in (("user", "What is 2 + 2?"), ("assistant", "It is 4."), ("user", "And 3 + 3?"), ("assistant", "6, of course."))]
+    fits = not vocab_size or len(tokenizer) <= vocab_size
+    return [Check("tokenizer", fits, f"{type(tokenizer).__name__}, {len(tokenizer):,} tokens of {vocab_size:,}", again), *check_template(tokenizer, again)]
+
+
+def check_template(tokenizer, again: str) -> list[Check]:
+    """A conversation of one turn and one of two through the chat template, as extraction does it: are the answers supervised, and nothing else?
+
+    A template that thinks is asked with thoughts in the answers, and with its thinking switched off.
+    """
+    from eyas.prompts import Conversation, encode, thinking_switch
+    from eyas.target import with_kwargs
+
+    own, texts = tokenizer.chat_template, ("What is 2 + 2?", "It is 4.", "And 3 + 3?", "6, of course.")
+
+    def supervised(turns: int, thoughts: str = "", kwargs: str = "") -> tuple[str, str, bool]:
+        """(how much is supervised, what is where that is wrong, whether the last answer is alone)"""
+        messages = [{"role": ("user", "assistant")[i % 2], "content": thoughts * (i % 2) + text} for i, text in enumerate(texts[: 2 * turns])]
+        tokenizer.chat_template = with_kwargs(own, kwargs) if kwargs else own
+        sample = encode(Conversation("doctor", "chat", "doctor", "train", messages), tokenizer, 4096)
+        said, alone = tokenizer.decode(sample.input_ids[sample.loss_mask].tolist()), bool(sample.warnings)
+        answers = texts[2 * turns - 1 : 2 * turns] if alone else texts[1 : 2 * turns : 2]
+        right = all((text in said) == (text in answers) for text in texts)
+        return f"{int(sample.loss_mask.sum())} of {len(sample.input_ids)} tokens", "" if right else said, alone
+
     try:
-        sample = encode(Conversation("doctor", "chat", "doctor", "train", turns), tokenizer, 4096)
-        said, n = tokenizer.decode(sample.input_ids[sample.loss_mask].tolist()), int(sample.loss_mask.sum())
-        right = all(turn["content"] in said for turn in turns[1::2]) and not any(turn["content"] in said for turn in turns[::2])
-        checks.append(Check("chat template", right, f"{n} of {len(sample.input_ids)} tokens of two turns supervised" + ("" if right else f": {said!r}"), again))
+        ways = {"": (supervised(1), supervised(2))}
     except EyasError as error:
-        checks.append(Check("chat template", False, error.found, error.next_command or again))
-    return checks
+        ways, refused, switch = {}, error, thinking_switch(tokenizer) if isinstance(own, str) else ""
+        off = json.dumps({switch: False})
+        for name, thoughts, kwargs in [("answers with thoughts", "<think>\nLet me add.\n</think>\n\n", "")] + [(f"without with -p chat_template_kwargs '{off}'", "", off)] * bool(switch):
+            with contextlib.suppress(EyasError):
+                ways[name] = supervised(1, thoughts, kwargs), supervised(2, thoughts, kwargs)
+        if not ways:
+            return [Check("chat template", False, refused.found, refused.next_command or again)]
+    finally:
+        tokenizer.chat_template = own
+    if wrong := next((said for looks in ways.values() for _, said, _ in looks if said), ""):
+        return [Check("chat template", False, f"what it supervises of an answer: {wrong!r}", again)]
+    alone = [name for name, (_, two) in ways.items() if two[2]]
+    if "" in ways:
+        one, two = ways[""]
+        checks = [Check("chat template", True, f"{one[0]} of one turn supervised" if alone else f"{two[0]} of two turns supervised")]
+    else:
+        checks = [Check("chat template", True, "thinks: " + ", ".join(f"{name} ({one[0]} of one turn supervised)" for name, (one, _) in ways.items()))]
+    which = "" if len(alone) == len(ways) else f"{', '.join(alone)}: "
+    return checks + [Check("several answers", None, f"{which}the template rewrites earlier ones when more follows, the last is supervised alone")] * bool(alone)
 
 
 def check_weights(folder: Path, config: dict, meminfo: str) -> Check:

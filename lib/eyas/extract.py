@@ -8,6 +8,7 @@ fault of its own (NaN, a refused template) marks it failed, and `--retry-failed`
 
 import contextlib
 import itertools
+import json
 import threading
 import time
 import uuid
@@ -27,7 +28,7 @@ from eyas.errors import EyasError
 from eyas.files import seal, write_json
 from eyas.plan import check_room, last_run, planned, store_dtype
 from eyas.progress import Progress, bytes_text
-from eyas.prompts import Conversation, PromptSet, Sample, encode, template_hash, tokenizer_hash
+from eyas.prompts import Conversation, PromptSet, Sample, check_responses, encode, template_hash, tokenizer_hash
 from eyas.serve import LIMITS, Server, check_for_capture
 from eyas.store import Planned, Rows, Store, StoreWriter
 from eyas.target import Target
@@ -91,6 +92,7 @@ def make_manifest(config: Config, status: dict, target: Target, prompts: PromptS
         "hidden_size": target.hidden_size,
         "tokenizer_hash": tokenizer_hash(tokenizer),
         "template_hash": template_hash(tokenizer),
+        **({"chat_template_kwargs": json.loads(config.chat_template_kwargs)} if config.chat_template_kwargs else {}),
         "prompts": {"hash": prompts.hash, "order": "by split, seeded", "seed": config.seed, "max_length": config.max_length},
         "server_flags": {name: status[name] for name in ("radix_cache", "chunked_prefill", "overlap", "prefill_graph")} | status["flags"],
     }
@@ -113,6 +115,7 @@ def extract(config: Config, servers: list[Server], target: Target, prompts: Prom
     conversations = chosen(config, prompts)
     if not conversations:
         raise EyasError(f"no conversation of {prompts.path.name} is asked for", "train_samples or heldout_samples to find some", "python -m eyas prompts show")
+    check_responses(prompts, target, tokenizer)
     manifest = make_manifest(config, statuses[0], target, prompts, tokenizer)
     for status in statuses[1:]:
         if make_manifest(config, status, target, prompts, tokenizer) != manifest:
@@ -159,7 +162,7 @@ def _encode_all(conversations, tokenizer, max_length: int) -> tuple[list[Sample]
         try:
             samples.append(encode(conversation, tokenizer, max_length))
         except EyasError as error:
-            refused[conversation.id] = error.found
+            refused[conversation.id] = error.found + f"; next: {error.next_command}" * bool(error.next_command)
     return samples, refused
 
 

@@ -113,7 +113,7 @@ def _lengths(config: Config) -> list[int]:
     from eyas.prompts import encode, load_prompts
     from eyas.target import load_target
 
-    tokenizer = load_target(config.target, config.trust_remote_code).tokenizer()
+    tokenizer = load_target(config.target, config.trust_remote_code, config.chat_template_kwargs).tokenizer()
     lengths = []
     for conversation in chosen(config, load_prompts(config.answered_path)):
         try:

@@ -33,7 +33,7 @@ import jinja2
 import numpy as np
 
 from eyas.errors import EyasError
-from eyas.files import data_dir, sha256_file, sha256_json, write_json, write_text
+from eyas.files import data_dir, read_json, sha256_file, sha256_json, write_json, write_text
 from eyas.progress import Progress
 from eyas.serve import LIMITS, Server
 from eyas.target import Target, load_target
@@ -294,6 +294,20 @@ def show(prompt_set: PromptSet, per_category: int = 2) -> str:
     return "\n".join(lines)
 
 
+def check_responses(prompts: PromptSet, target: Target, tokenizer) -> None:
+    """EyasError where a file's manifest says that this very target wrote its answers under another chat template, or with other chat_template_kwargs."""
+    for file in [prompts.path] if prompts.path.is_file() else sorted(prompts.path.parent.glob(prompts.path.name)):
+        try:
+            made = read_json(file.with_suffix(".json"))
+            here = (made["target"]["fingerprint"], made["sha256"]) == (target.fingerprint, sha256_file(file)) and made["template_hash"] != template_hash(tokenizer)
+        except (OSError, ValueError, KeyError, TypeError):  # no manifest, or a file of that name that is something else
+            continue
+        if here:
+            kwargs = json.dumps(made["chat_template_kwargs"]) if "chat_template_kwargs" in made else ""
+            raise EyasError(f"{file.name}: {target.name} wrote its answers under another chat template or with other chat_template_kwargs", f"the same, chat_template_kwargs = {kwargs!r}",
+                            f"-p chat_template_kwargs '{kwargs}', or python -m eyas prompts generate")
+
+
 # ---- token ids and loss mask
 
 
@@ -317,9 +331,10 @@ def encode(conversation: Conversation, tokenizer, max_length: int) -> Sample:
     answer is cut off. Each answer is tokenised by itself after its prompt, as the server does it: the ids of prompt and answer
     are never merged across the border.
 
-    Where an answer lies comes from the template's `{% generation %}` markers, else from rendering the messages before it and then with it;
-    never from a search for its text. EyasError naming the sample: no answer; a control token in a text; a template
-    that fails, rewrites earlier turns, or supervises nothing or everything; nothing left of the answers after the cut at `max_length`.
+    Where an answer lies comes from rendering the messages before it with the generation prompt and then with it, or from the template's
+    `{% generation %}` markers where it has no generation prompt; never from a search for its text. Supervised is what the model writes after the generation prompt and nothing
+    else: an earlier answer that the template rewrites (its thoughts left out) is not, with a warning. EyasError naming the sample: no answer; a control token in a text; a template
+    that fails, writes the last answer otherwise than the model, or supervises nothing or everything; nothing left of the answers after the cut at `max_length`.
     """
     id, messages = conversation.id, list(conversation.messages)
     warnings = []
@@ -333,8 +348,10 @@ def encode(conversation: Conversation, tokenizer, max_length: int) -> Sample:
     warnings += ["empty answer"] * sum(m["content"] == "" for m in answers)
     _refuse_control_tokens(id, messages, tokenizer)
     text, spans = _answer_spans(id, messages, tokenizer)
+    if left_out := spans.count(None):
+        warnings.append(f"{left_out} of {len(answers)} answers not supervised: the chat template rewrites them")
     ids, mask, at = [], [], 0
-    for (start, words_end, end), answer in zip(spans, answers):
+    for (start, words_end, end), answer in ((span, answer) for span, answer in zip(spans, answers) if span):
         supervise_end = answer.get("finish", "stop") == "stop"
         for piece, supervised in ((text[at:start], False), (text[start:words_end], True), (text[words_end:end], supervise_end)):
             piece_ids = tokenizer.encode(piece, add_special_tokens=False)
@@ -366,8 +383,17 @@ def prompt_ids(messages: list[dict], tokenizer, id: str) -> list[int]:
 
 def end_of_turn(tokenizer) -> int:
     """Id of the token with which the chat template closes an assistant turn."""
-    text, [(_, start, end)] = _answer_spans("(probe)", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], tokenizer)
-    return tokenizer.convert_tokens_to_ids(text[start:end])
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    if _by_markers(tokenizer):
+        text, [(_, start, end)] = _marked_spans("(probe)", messages, tokenizer)
+        return tokenizer.convert_tokens_to_ids(text[start:end])
+    return tokenizer.convert_tokens_to_ids(_turn("(probe)", messages, tokenizer).end)
+
+
+def thinking_switch(tokenizer) -> str:
+    """The variable with which the chat template's thinking is switched on or off; empty where there is none."""
+    found = re.search(r"\b(enable_thinking|thinking)\b", _template(tokenizer))
+    return found.group() if found else ""
 
 
 def template_hash(tokenizer) -> str:
@@ -398,22 +424,80 @@ def _render(id: str, messages: list[dict], tokenizer, add_generation_prompt: boo
         raise EyasError(f"sample {id}: the chat template refuses it: {error}", "turns that the template knows") from None
 
 
-def _answer_spans(id: str, messages: list[dict], tokenizer) -> tuple[str, list[tuple[int, int, int]]]:
-    """The rendered conversation and, for each assistant turn, where its words start, where they end, and where its end-of-turn token ends."""
-    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-    if re.search(r"\{%-?\s*generation\s*-?%\}", _template(tokenizer)):
-        text, marked = _render_markers(id, messages, tokenizer)
-    else:
-        text, marked = _render(id, messages, tokenizer), []
-        for i in answers:
-            if not any(m["role"] == "user" for m in messages[:i]):
-                raise EyasError(f"sample {id}: an answer comes before any question", "a user turn first")
-            before = _render(id, messages[:i], tokenizer, add_generation_prompt=True)
-            after = _render(id, messages[: i + 1], tokenizer)
-            if not (after.startswith(before) and text.startswith(after)):
-                raise EyasError(f"sample {id}: the chat template changes what comes before message {i + 1} when that is added, so its place is not certain",
-                                "a template that only appends, or one with {% generation %} markers")
-            marked.append((len(before), len(after)))
+def _by_markers(tokenizer) -> bool:
+    """Whether only `{% generation %}` markers say where an answer lies: a generation prompt says it as the server does, and some templates mark their headers too."""
+    question = [{"role": "user", "content": "a"}]
+    return (re.search(r"\{%-?\s*generation\s*-?%\}", _template(tokenizer)) is not None
+            and _render("(probe)", question, tokenizer, add_generation_prompt=True) == _render("(probe)", question, tokenizer))
+
+
+def _answer_spans(id: str, messages: list[dict], tokenizer) -> tuple[str, list[tuple[int, int, int] | None]]:
+    """The conversation's text and, for each assistant turn, where its words start, where they end, and where its end-of-turn token ends; None where it is not the model's."""
+    if _by_markers(tokenizer):
+        return _marked_spans(id, messages, tokenizer)
+    turns = [_turn(id, messages[: i + 1], tokenizer) for i, m in enumerate(messages) if m["role"] == "assistant"]
+    if turns[-1].fault:
+        raise turns[-1].fault
+    text = turns[-1].text
+    spans = [None if turn.fault or not text.startswith(turn.text[: len(turn.text) - len(turn.rest)])
+             else (len(turn.prompt), len(turn.prompt) + len(turn.words), len(turn.prompt) + len(turn.words) + len(turn.end)) for turn in turns]
+    if spans[-1][0] == 0 and not text[spans[-1][2] :].strip():
+        raise EyasError(f"sample {id}: the chat template gives a loss mask of ones everywhere", "a template that marks the assistant's turns only")
+    return text, spans
+
+
+@dataclass(frozen=True)
+class _Turn:
+    prompt: str  # what the server is given
+    words: str  # what the model writes then
+    end: str  # the end-of-turn token
+    rest: str  # what the template adds
+    fault: EyasError | None = None  # why the words are not what the model writes
+
+    @property
+    def text(self) -> str:
+        return self.prompt + self.words + self.end + self.rest
+
+
+def _turn(id: str, messages: list[dict], tokenizer) -> _Turn:
+    """The last of the messages, an answer, as the model writes it after its generation prompt.
+
+    A template may write it otherwise: it puts an empty <think></think> before an answer without thoughts and before one that was cut within them, or leaves the thoughts out. The words
+    are the message's own then, where they go on from the prompt with thoughts as the model does; anything else is a fault.
+    """
+    if not any(m["role"] == "user" for m in messages[:-1]):
+        raise EyasError(f"sample {id}: an answer comes before any question", "a user turn first")
+    prompt, text, answer = _render(id, messages[:-1], tokenizer, add_generation_prompt=True), _render(id, messages, tokenizer), messages[-1]
+    appended = text.startswith(prompt)
+    ends = list(_control_tokens(tokenizer).finditer(text, len(prompt) if appended else 0))
+    if not ends or not (appended or not text[ends[-1].end() :].strip()):
+        raise EyasError(f"sample {id}: the chat template closes the assistant's turn without a control token", "an end-of-turn token, such as <|im_end|>")
+    end, rest = ends[-1].group(), text[ends[-1].end() :]
+    written = text[len(prompt) : ends[-1].start()] if appended else None
+    opened, closed = prompt.rstrip().endswith("<think>"), prompt.rstrip().endswith("</think>")
+    own = answer["content"].removeprefix(prompt[prompt.rfind("<think>") :]) if opened else answer["content"]  # some keep the opening that the prompt has already
+    thinks = own.lstrip().startswith("<think>")
+    if appended and written.strip() == own.strip() and not (thinks and (opened or closed)):
+        return _Turn(prompt, written, end, rest)
+    if (thinks and not opened and not closed) or (opened and not thinks and ("</think>" in own or answer.get("finish") == "length")):
+        return _Turn(prompt, own, end, rest)
+    return _Turn(prompt, own, end, rest, _otherwise(f"sample {id}: ", own, written, thinks and closed, len(messages), tokenizer))
+
+
+def _otherwise(sample: str, own: str, written: str | None, closed: bool, number: int, tokenizer) -> EyasError:
+    """The answer is not what the model writes under this template: what to set."""
+    switch = thinking_switch(tokenizer)
+    setting = f"-p chat_template_kwargs '{json.dumps({switch: closed})}'" if switch else "python -m eyas prompts generate"
+    if closed:
+        return EyasError(f"{sample}message {number} has thoughts, and the chat template closes them before the answer", "answers without thoughts, or a template that lets the model think", setting)
+    found = f"{sample}message {number} begins {own[:40]!r}, and the chat template " + (f"makes it {written[:60]!r}" if written is not None else "writes it otherwise than after its generation prompt")
+    return EyasError(f"{found}, which is not what the model wrote", "answers as the model writes them, with its thoughts where it thinks, or thinking switched off", setting)
+
+
+def _marked_spans(id: str, messages: list[dict], tokenizer) -> tuple[str, list[tuple[int, int, int] | None]]:
+    """As `_answer_spans`, from the template's markers. A turn whose marked words are not the message's is none of the model's."""
+    answers = [m for m in messages if m["role"] == "assistant"]
+    text, marked = _render_markers(id, messages, tokenizer)
     if not marked:
         raise EyasError(f"sample {id}: the chat template gives a loss mask of zeros everywhere", "a template that marks the assistant's turns")
     if marked[0][0] == 0 and len(text[marked[-1][1]:].strip()) == 0:
@@ -421,13 +505,16 @@ def _answer_spans(id: str, messages: list[dict], tokenizer) -> tuple[str, list[t
     if len(marked) != len(answers):
         raise EyasError(f"sample {id}: the chat template marks {len(marked)} turns as the assistant's", f"its {len(answers)} answers")
     spans = []
-    for start, stop in marked:
+    for (start, stop), answer in zip(marked, answers):
         ends = list(_control_tokens(tokenizer).finditer(text, start, stop))
         # markers may stand before the end-of-turn token; the model has to produce it all the same
         end = ends[-1] if ends else _control_tokens(tokenizer).match(text, stop)
         if end is None:
             raise EyasError(f"sample {id}: the chat template closes the assistant's turn without a control token", "an end-of-turn token, such as <|im_end|>")
-        spans.append((start, end.start(), end.end()))
+        own = text[start : end.start()].strip() == answer["content"].strip()
+        if not own and answer is answers[-1]:
+            raise _otherwise(f"sample {id}: ", answer["content"], text[start : end.start()], False, len(messages), tokenizer)
+        spans.append((start, end.start(), end.end()) if own else None)
     return text, spans
 
 
@@ -482,6 +569,7 @@ def generate_responses(url: str, target: Target, conversations: list[Conversatio
         "target": {"name": target.name, "fingerprint": target.fingerprint, "config_hash": target.config_hash},
         "tokenizer_hash": tokenizer_hash(tokenizer),
         "template_hash": template_hash(tokenizer),
+        **({"chat_template_kwargs": json.loads(target.chat_template_kwargs)} if getattr(target, "chat_template_kwargs", "") else {}),
         "engine": {"name": "sglang", "version": status["sglang"], "device": status["device"], "dtype": status["dtype"]},
         "sampling": {"temperature": 0.0, "max_new_tokens": max_new_tok, "stop_token_ids": [end_of_turn(tokenizer)]},
         "prompts_hash": sha256_json([c.to_dict() for c in asked]),

@@ -63,19 +63,23 @@ class Target:
     config_hash: str
     fingerprint: str
     trust_remote_code: bool = False
+    chat_template_kwargs: str = ""
 
     @functools.cached_property
     def config(self) -> dict:
         return read_json(self.folder / "config.json")
 
     def tokenizer(self):
-        """EyasError where it is Python of its own that may not run."""
+        """With chat_template_kwargs as the first line of its chat template, so that whatever renders it has them. EyasError where it is Python of its own that may not run."""
         from transformers import AutoTokenizer
 
         settings = self.folder / "tokenizer_config.json"
         if not self.trust_remote_code and settings.is_file() and "AutoTokenizer" in (read_json(settings).get("auto_map") or {}):  # transformers would ask on the terminal
             raise EyasError(f"the tokenizer of {self.name} is Python that lies in its folder", "leave to run it", "read it, then the same command with -p trust_remote_code true")
-        return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
+        if self.chat_template_kwargs and isinstance(tokenizer.chat_template, str):
+            tokenizer.chat_template = with_kwargs(tokenizer.chat_template, self.chat_template_kwargs)
+        return tokenizer
 
     def causal_lm(self, dtype: torch.dtype, **settings):
         """Hugging Face's model of it, ready to compute. EyasError where it is Python of its own that may not run."""
@@ -136,10 +140,15 @@ class Target:
         return "\n".join(f"{name:20} {value}" for name, value in lines.items())
 
 
-def load_target(name: str, trust_remote_code: bool = False) -> Target:
+def with_kwargs(template: str, kwargs: str) -> str:
+    """The chat template under these variables, JSON such as '{"enable_thinking": false}': Jinja reads Python's literals, and the line break goes with its block."""
+    return "".join(f"{{% set {name} = {value!r} %}}" for name, value in sorted(json.loads(kwargs).items())) + "\n" + template
+
+
+def load_target(name: str, trust_remote_code: bool = False, chat_template_kwargs: str = "") -> Target:
     """`embedded`, or a local Hugging Face folder with config.json, safetensors and a tokenizer. EyasError for anything else.
 
-    `trust_remote_code`: its tokenizer may be Python that lies in the folder.
+    `trust_remote_code`: its tokenizer may be Python that lies in the folder. `chat_template_kwargs`: as the setting.
     """
     folder = embedded_target() if name == "embedded" else Path(name).expanduser().absolute()
     try:
@@ -156,7 +165,8 @@ def load_target(name: str, trust_remote_code: bool = False) -> Target:
         )
     except KeyError as error:
         raise EyasError(f"the config.json of {folder.name!r} has no {error.args[0]}", "a decoder-only language model", EMBEDDED_COMMAND) from None
-    return Target(folder=folder, name=folder.name, config_hash=sha256_json(config), fingerprint=_fingerprint(folder), trust_remote_code=trust_remote_code, **facts)
+    return Target(folder=folder, name=folder.name, config_hash=sha256_json(config), fingerprint=_fingerprint(folder), trust_remote_code=trust_remote_code,
+                  chat_template_kwargs=chat_template_kwargs, **facts)
 
 
 def embedded_target() -> Path:
