@@ -59,14 +59,14 @@ def sglang_classes() -> tuple[dict, dict, dict]:
     return classes, entries, imports
 
 
-def find_method(file: str, owner: str) -> ast.FunctionDef | None:
-    """The setter of a class or of its nearest base that has one."""
+def find_method(file: str, owner: str, name: str = SETTER) -> ast.FunctionDef | None:
+    """The method of a class or of its nearest base that has one."""
     classes, _, imports = sglang_classes()
     place = (file, owner) if (file, owner) in classes else imports.get((file, owner))
     if place not in classes:
         return None
-    own = next((n for n in classes[place].body if isinstance(n, ast.FunctionDef) and n.name == SETTER), None)
-    return own or next(filter(None, (find_method(place[0], ast.unparse(base)) for base in classes[place].bases)), None)
+    own = next((n for n in classes[place].body if isinstance(n, ast.FunctionDef) and n.name == name), None)
+    return own or next(filter(None, (find_method(place[0], ast.unparse(base), name) for base in classes[place].bases)), None)
 
 
 @functools.cache
@@ -107,10 +107,10 @@ def test_engine_ids_make_sglang_capture_exactly_these_boundaries(architecture):
     assert engine_boundaries(None, architecture, n) == tuple(captured(architecture, None, n)) == ((3, 5, 6) if architecture in PLUS_ONE else (2, 4, 5))
 
 
-def read(ids, architecture: str, n: int) -> tuple[int, ...]:
+def read(ids, architecture: str, n: int, engine: str = SGLANG) -> tuple[int, ...]:
     """What the table says, () where it refuses."""
     try:
-        return engine_boundaries(list(ids), architecture, n)
+        return engine_boundaries(list(ids), architecture, n, engine)
     except EyasError:
         return ()
 
@@ -265,6 +265,7 @@ def test_export_and_import_are_inverse(target, tmp_path, switches):
     folder = export_sglang(drafter, target, tmp_path / "export")
     config = json.loads((folder / "config.json").read_text())
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3] and config["dtype"] == "bfloat16"
+    assert config["eyas_export"] == {"engine": "sglang", "version": "0.5.23", "boundaries": list(BOUNDARIES), "target": target.name, "target_fingerprint": target.fingerprint}
     agree(drafter, read_checkpoint(folder, target).drafter)
 
 
@@ -274,6 +275,7 @@ def test_the_layout_of_speculators_and_vllm_is_inverse_too(target, tmp_path, swi
     folder = export_speculators(drafter, target, tmp_path / "export", 3)
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["Eagle3Speculator"] and config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 6]
+    assert config["eyas_export"] == {"engine": "vllm", "version": "", "boundaries": [2, 3, 6], "target": target.name, "target_fingerprint": target.fingerprint}
     found = read_checkpoint(folder, target)
     agree(drafter, found.drafter)
     assert "[2, 3, 6] as speculators reads them" in str(found) and found.origin["embedding"] == ("its own" if switches == IMPORTED else "the target's")
@@ -524,6 +526,73 @@ def text(target, tmp_path):
     ids, states = torch.randint(0, target.vocab_size, (14,), generator=g), torch.randn(14, len(BOUNDARIES) * target.hidden_size, generator=g)
     save_file({"ids": ids, "states": states}, tmp_path / "given.safetensors")
     return ids, states, str(tmp_path / "given.safetensors")
+
+
+BLOCKS = (9, 30, 61)
+
+
+@pytest.mark.peer
+def test_speculators_own_layer_ids(tmp_path):
+    """Its own default, and which ids it takes at all: boundary N, behind the last block, too."""
+    for n in BLOCKS:
+        (tmp_path / str(n)).mkdir()
+        (tmp_path / str(n) / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": n}))
+    found = peer("EYAS_PEER_SPECULATORS", "speculators==0.9.0", """
+from speculators.models.utils import resolve_target_layer_ids
+def taken(id, folder):
+    try:
+        return resolve_target_layer_ids([id], folder) == [id]
+    except ValueError:
+        return False
+found = {n: (resolve_target_layer_ids(None, f"{sys.argv[2]}/{n}"), [id for id in range(-2, n + 3) if taken(id, f"{sys.argv[2]}/{n}")]) for n in map(int, sys.argv[3:])}
+""", str(tmp_path / "found.pt"), str(tmp_path), *map(str, BLOCKS))  # fmt: skip
+    for n, (default, ids) in found.items():
+        assert engine_boundaries(None, "LlamaForCausalLM", n, "speculators") == tuple(default) == engine_boundaries(default, "LlamaForCausalLM", n, "speculators")
+        assert ids == [id for id in range(-2, n + 3) if read([id], "LlamaForCausalLM", n, "speculators")]
+
+
+@pytest.mark.peer
+def test_layer_ids_of_speculators_before_0_5(tmp_path):
+    """Its own default, and its own loop over the blocks (run alone: it asks for vLLM), each of which adds 1 to what it is given: a state says how many it has passed."""
+    found = peer("EYAS_PEER_SPECULATORS_V1", "speculators==0.3.0", """
+import ast, importlib.util
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+folder = Path(importlib.util.find_spec("speculators").submodule_search_locations[0]) / "data_generation"
+tree = ast.parse((folder / "vllm_hidden_states_generator.py").read_text())
+default = next(n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "self.layer_ids" and isinstance(n.value, ast.List))
+tree = ast.parse((folder / "custom_worker.py").read_text())
+forward = next(n for n in tree.body if getattr(n, "name", "") == "_patched_forward")
+group = SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0)
+names = {"islice": islice, "get_pp_group": lambda: group, "get_tp_group": lambda: group}
+exec(compile(ast.Module([forward], []), "forward", "exec"), names)
+found = {}
+for n in map(int, sys.argv[2:]):
+    ids, kept = eval(ast.unparse(default), {"num_layers": n}), []
+    layers = [lambda hidden_states, positions, residual: (hidden_states + 1, 0)] * n
+    extension = SimpleNamespace(_layer_ids=frozenset(ids), _store_captured_states=kept.extend)
+    model = SimpleNamespace(_extension=extension, layers=layers, start_layer=0, end_layer=n, norm=lambda states, residual: (states, residual))
+    names["_patched_forward"](model, None, None, inputs_embeds=torch.zeros(()))
+    found[n] = ids, [int(state) for state in kept]
+""", str(tmp_path / "found.pt"), *map(str, BLOCKS))  # fmt: skip
+    for n, (ids, passed) in found.items():
+        assert engine_ids(tuple(passed[:3]), "LlamaForCausalLM", n, "speculators-v1") == ids[:3] and passed[3] == n
+        assert engine_boundaries(None, "LlamaForCausalLM", n, "speculators-v1") == tuple(passed[:3])
+
+
+@pytest.mark.peer
+def test_specforges_own_layer_ids(tmp_path):
+    """Its default ids, given to SGLang's own method of each family, as it does."""
+    found = peer("EYAS_PEER_SPECFORGE", "-r requirements/cpu.txt --no-deps && PEER/bin/pip install --no-deps specforge==0.2.0", """
+from types import SimpleNamespace
+from specforge.algorithms.model_providers import resolve_eagle_capture_layers
+run = SimpleNamespace(model=SimpleNamespace(aux_hidden_state_layer_ids=None))
+found = {n: resolve_eagle_capture_layers(run, {}, SimpleNamespace(num_hidden_layers=n)) for n in map(int, sys.argv[2:])}
+""", str(tmp_path / "found.pt"), *map(str, BLOCKS))  # fmt: skip
+    for n, ids in found.items():
+        for architecture in FAMILY_NAMES:
+            assert engine_boundaries(None, architecture, n, "specforge") == tuple(captured(architecture, ids, n)) == engine_boundaries(ids, architecture, n, "specforge")
 
 
 @pytest.mark.peer

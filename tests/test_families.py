@@ -1,4 +1,4 @@
-"""The whole road for families of targets, each a tiny random checkpoint on a real server: capture, parity, training, export.
+"""The whole road for families of targets, each a tiny random checkpoint on a real server: capture, parity, training, export, serving with a drafter.
 
 Qwen3 (norms on queries and keys), Qwen3-MoE, and the shape of DeepSeek-V3 and Kimi-K2.5: latent attention, yarn, a dense block and then experts.
 Llama's road is the embedded target's, in the other tests. float32 throughout: in bf16 a router's ties send tokens to other experts. What of
@@ -6,8 +6,10 @@ Kimi-K2.5 can't run here, its wrapper and its quantised experts, is compared wit
 """
 
 import ast
+import copy
 import dataclasses
 import importlib.util
+import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,19 +17,23 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import torch
+from eyas_capture.hooks import Capture, find_stack
 from safetensors.torch import load_file, save_file
-from test_export import run_sglang
+from taught import make_prompts, teach
+from test_export import FAMILY_NAMES, find_method, run_sglang, sglang_classes
 from tiny import make_tiny_target
 
 from eyas.config import Config
+from eyas.decode import EagleDraft, speculative_decode
 from eyas.drafter import DraftCache, DrafterConfig, initial_drafter, load_drafter
 from eyas.errors import EyasError
 from eyas.export import architecture, export_sglang
 from eyas.extract import extract
+from eyas.files import read_json, write_json
 from eyas.layer_ids import engine_boundaries
 from eyas.parity import certify
 from eyas.prompts import load_prompts
-from eyas.serve import server_up
+from eyas.serve import server_up, serving_up
 from eyas.sglang_source import family
 from eyas.store import Store
 from eyas.target import load_target
@@ -37,6 +43,10 @@ from eyas.walk import walk
 
 FAMILIES = ("Qwen3", "Qwen3Moe", "DeepseekV3")
 IDS = {"Qwen3": [0, 3, 4], "Qwen3Moe": [0, 3, 4], "DeepseekV3": [4, 5, 1]}  # of boundaries 1, 4, 5; DeepSeek reads a first id of 1 as boundary 2
+CHAIN, TREE = (3, 1, 0), (3, 3, 8)  # steps, topk, draft tokens
+# What a family is served with: shape of the drafts, and layer ids other than the export's, with the boundaries that they are to SGLang. Of Qwen3, whose attention is
+# Llama's, a chain; trees of latent attention have a pool of their own whose rows are moved. DeepSeek's chain is asked for by ids of which the first is 1.
+SERVED = {"Qwen3": [(CHAIN, None, (1, 4, 5))], "Qwen3Moe": [(TREE, None, (1, 4, 5))], "DeepseekV3": [(TREE, None, (1, 4, 5)), (CHAIN, [1, 3, 4], (2, 4, 5))]}
 ROUNDING = 1e-4  # of float32 through eight blocks, relative, of the worst token
 
 
@@ -101,20 +111,123 @@ def test_the_road_of_a_family(case, tmp_path):
         torch.testing.assert_close(theirs["logits"][:11], ours, atol=1e-4, rtol=1e-4)
 
 
+def generate(url: str, prompts: list[list[int]], n_tok: int) -> list[dict]:
+    """The answers to all prompts at once, greedy."""
+    sampling = {"temperature": 0, "max_new_tokens": n_tok, "ignore_eos": True, "custom_params": {"eyas_accepted": True}}
+    return httpx.post(f"{url}/generate", json={"input_ids": prompts, "sampling_params": sampling}, timeout=600).raise_for_status().json()
+
+
 @torch.no_grad()
 def test_greedy_text_of_a_batch_is_hugging_faces(case):
     """Prompts of several lengths at once: prefill of each, then decoding of them together."""
     _, server, target, model = case
     g = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, target.vocab_size, (length,), generator=g) for length in (41, 3, 17)]
-    body = {"input_ids": [p.tolist() for p in prompts], "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}
-    answers = httpx.post(f"{server.url}/generate", json=body, timeout=300).json()
-    for prompt, answer in zip(prompts, answers):
+    for prompt, answer in zip(prompts, generate(server.url, [p.tolist() for p in prompts], 8), strict=True):
         text = prompt
         for token in answer["output_ids"]:
             logits = model(text[None]).logits[0, -1]
             assert logits.max() - logits[token] < 1e-3  # the first, or tied with it to rounding
             text = torch.cat([text, torch.tensor([token])])
+
+
+def test_a_drafter_is_served(case, tmp_path):
+    """Its output is the plain server's, also on prefixes that the cache holds; the running server feeds it the boundaries that its ids mean there; and
+    each verify step accepts what ours does with those."""
+    config, plain, target, model = case
+    model.config.eos_token_id = model.generation_config.eos_token_id = None  # ours go on behind it too
+    prompts = make_prompts(lengths=(2, 40, 7, 19))
+    drafter = teach(target, model, prompts, config.boundaries, levels=3)
+    texts = [answer["output_ids"] for answer in generate(plain.url, prompts, 30)]
+    for (steps, topk, tok), ids, boundaries in SERVED[config.run_name]:
+        folder = export_sglang(drafter, target, tmp_path / f"export{topk}")
+        if ids:
+            record = read_json(folder / "config.json")
+            record["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = ids
+            write_json(folder / "config.json", record)
+        settings = dataclasses.replace(config, speculative_num_steps=steps, speculative_eagle_topk=topk, speculative_num_draft_tokens=tok)
+        with serving_up(settings, folder, tmp_path / f"server{topk}", tied=True) as up:
+            told, answers = up.status()["drafter"], [generate(up.url, prompts, 30) for _ in range(2)]
+        assert [[answer["output_ids"] for answer in batch] for batch in answers] == [texts, texts]
+        assert (tuple(told["boundaries"]), told["ids"], told["topk"]) == (boundaries, ids or IDS[config.run_name], topk)
+        method = EagleDraft(drafter, steps, topk, tok)
+        method.boundaries = boundaries
+        ours = [[len(step.accepted) for step in speculative_decode(model, method, prompt, 30).steps] for prompt in prompts]
+        for batch in answers:
+            theirs = [[n for n in answer["meta_info"]["eyas_accepted"] if n is not None] for answer in batch]
+            assert theirs == ours if topk == 1 else sum(map(sum, theirs)) == pytest.approx(sum(map(sum, ours)), rel=0.1)
+            assert sum(map(sum, theirs)) > 20
+
+
+# ---- what doctor and the plugin go by, against the source of every family's classes
+
+
+def file_of(file: str, name: str) -> str:
+    """Where a class is defined that a model file uses: there, or in one that it imports from, nearest first."""
+    classes, _, imports = sglang_classes()
+    files = [file]
+    while (files[0], name) not in classes:
+        files = [*files[1:], *(source for (user, _), (source, _) in imports.items() if user == files[0])]
+    return files[0]
+
+
+@pytest.mark.parametrize("architecture", FAMILY_NAMES)
+def test_the_plugin_hooks_the_blocks_at_which_sglang_captures(architecture):
+    """The blocks that `doctor` names hand their `attn_boundary` what their stack gives them to capture with, and the pre-hook takes the very call by which that stack runs them."""
+    classes, entries, _ = sglang_classes()
+    file, found = entries[architecture], family(architecture)
+    assert find_method(file, architecture) in classes[file_of(file, found.setter), found.setter].body
+    if architecture == "Qwen3NextForCausalLM":  # its linear blocks take the batch among **kwargs
+        linear = find_method("qwen3_next", "Qwen3HybridLinearDecoderLayer", "forward")
+        assert found.block is None and linear.args.kwarg and "forward_batch" not in [a.arg for a in linear.args.args]
+        return
+    stack, block = (file_of(file, found.stack), found.stack), (file_of(file, found.block), found.block)
+    assert found.block in ast.unparse(find_method(*stack, "__init__"))
+    forward = find_method(*block, "forward")
+    into = [call for call in ast.walk(forward) if isinstance(call, ast.Call) and ast.unparse(call.func) == "self.attn_boundary.prepare"]
+    taken = {ast.unparse(k.value) for call in into for k in call.keywords if k.arg in ("capture", "capture_gathered")}
+    assert taken & {a.arg for a in forward.args.args}
+    calls = [call for call in ast.walk(find_method(*stack, "forward")) if isinstance(call, ast.Call) and taken & {k.arg for k in call.keywords}]
+    assert calls
+    for call in calls:
+        check_hook(forward, [ast.unparse(a) for a in call.args], {k.arg: ast.unparse(k.value) for k in call.keywords if k.arg})
+
+
+def check_hook(forward: ast.FunctionDef, args: list[str], kwargs: dict[str, str]) -> None:
+    """Each argument stands for itself: rows are of the states and the batch that the block is called with, and of all that it is called with only the states are another."""
+    arguments = copy.deepcopy(forward.args)
+    for a in (*arguments.args, *arguments.kwonlyargs):
+        a.annotation = None
+    arguments.args, arguments.defaults, arguments.kw_defaults = arguments.args[1:], [ast.Constant(None) for _ in arguments.defaults], [d and ast.Constant(None) for d in arguments.kw_defaults]
+    signature = inspect.signature(eval(compile(ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, ast.Constant(None)))), "forward", "eval")))
+    capture = Capture.__new__(Capture)
+    capture.armed, capture.rows = True, {}
+    block = SimpleNamespace(attn_boundary=SimpleNamespace(capture_output=lambda states, batch: ("handle", (states, batch))))
+    again, named = capture._block_hook(3, signature)(block, args, kwargs)
+    assert capture.rows == {3: ("hidden_states", "forward_batch")}
+    assert signature.bind(*again, **named).arguments == signature.bind(*args, **kwargs).arguments | {"hidden_states": "handle"}
+
+
+def test_blocks_that_the_plugin_cannot_hook_end_the_start():
+    class Linear(torch.nn.Module):
+        attn_boundary = None
+
+        def forward(self, hidden_states, **kwargs):
+            return hidden_states
+
+    stack = torch.nn.Module()
+    stack.layers, stack.norm = torch.nn.ModuleList([Linear()]), torch.nn.LayerNorm(2)
+    with pytest.raises(RuntimeError, match="forward of Linear names no hidden_states and forward_batch"):
+        find_stack(stack)
+
+
+@pytest.mark.parametrize("architecture, stack, block", [
+    ("Dots3NoteForCausalLM", "Dots3Model", "Dots3DecoderLayer"),  # in a folder of the models
+    ("LlamaForCausalLMEagle3", "LlamaModel", "LlamaDecoderLayer"),  # whose block is named as the one that it builds upon
+])  # fmt: skip
+def test_classes_that_lie_elsewhere_are_found(architecture, stack, block):
+    found = family(architecture)
+    assert (found.stack, found.block) == (stack, block)
 
 
 # ---- Kimi-K2.5: what its classes say

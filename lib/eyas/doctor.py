@@ -105,7 +105,7 @@ def check_family(architecture: str) -> list[Check]:
         near = difflib.get_close_matches(architecture, architectures(), 3)
         detail = f"{architecture} is none of the {len(architectures())} of {engine}" + f"; near: {', '.join(near)}" * bool(near)
         return [Check("architecture", False, detail if architectures() else "no SGLang here to look in", "another target, or python -m eyas doctor where SGLang is missing")]
-    stack = f"{found.stack} of {found.file}.py, blocks {found.block}" if found.block else f"{found.stack or 'nothing'} of {found.file}.py: no blocks with a stage boundary"
+    stack = f"{found.stack} of {found.file}.py, blocks {found.block}" if found.block else f"{found.stack or 'nothing'} of {found.file}.py: no blocks with a stage boundary whose forward names hidden_states and forward_batch"
     setter = f"{SETTER} of {found.setter}" if found.setter else f"no {SETTER}: EAGLE3 cannot feed from it"
     checks = [
         Check("architecture", True, f"in {engine}: models/{found.file}.py"),

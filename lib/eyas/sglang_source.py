@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SETTER = "set_eagle3_layers_to_capture"
-Place = tuple[str, str]  # (model file without .py, class)
+Place = tuple[str, str]  # (model file without .py, dots for folders, class)
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ def _entries() -> dict[str, str]:
 def _module(file: str) -> tuple[dict[str, ast.ClassDef], dict[str, Place]]:
     """The classes of a model file, and what it imports from other model files."""
     spec, classes, imports = importlib.util.find_spec("sglang"), {}, {}
-    path = Path(spec.submodule_search_locations[0], "srt", "models", f"{file}.py")
+    path = Path(spec.submodule_search_locations[0], "srt", "models", *file.split(".")).with_suffix(".py")
     for node in ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else []:
         if isinstance(node, ast.ClassDef):
             classes[node.name] = node
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang.srt.models."):
-            imports |= {a.asname or a.name: (node.module.rsplit(".", 1)[1], a.name) for a in node.names}
+            imports |= {a.asname or a.name: (node.module.removeprefix("sglang.srt.models."), a.name) for a in node.names}
     return classes, imports
 
 
@@ -61,24 +61,26 @@ def family(architecture: str) -> Family | None:
     """None where SGLang has no such model."""
     if architecture not in _entries():
         return None
-    start = (_entries()[architecture], architecture)
+    file = _entries()[architecture]
+    if (start := _find((file, architecture))) is None:  # taken from somewhere else
+        return Family(file, None, None, None)
     stack = next((place for place in _used(start) if _assigns(place, "layers") and _assigns(place, "norm")), None)
     block = next((place for place in _used(stack) if _is_block(_class(place))), None) if stack else None
     setter = next((place for place in _lineage(start) if SETTER in _methods(_class(place))), None)
-    return Family(start[0], *(place and place[1] for place in (stack, block, setter)))
+    return Family(file, *(place and place[1] for place in (stack, block, setter)))
 
 
-def _find(place: Place) -> Place | None:
-    """Where a name of a file is defined, if it is a class of the models."""
+def _find(place: Place, imported: bool = False) -> Place | None:
+    """Where a name of a file is defined, if it is a class of the models; `imported`: not in this file."""
     classes, imports = _module(place[0])
-    if place[1] in classes:
+    if place[1] in classes and not imported:
         return place
     return _find(imports[place[1]]) if place[1] in imports else None
 
 
 def _lineage(place: Place) -> list[Place]:
     """A class and its bases among the models, nearest first."""
-    bases = [_find((place[0], ast.unparse(base))) for base in _class(place).bases]
+    bases = [_find((place[0], name), imported=name == place[1]) for name in map(ast.unparse, _class(place).bases)]  # `class LlamaDecoderLayer(LlamaDecoderLayer)`
     return [place, *(one for base in bases if base for one in _lineage(base))]
 
 

@@ -167,6 +167,9 @@ def find_stack(model: torch.nn.Module) -> tuple[torch.nn.ModuleList, torch.nn.Mo
             without = sorted({type(block).__name__ for block in layers if not hasattr(block, "attn_boundary")})
             if without:
                 raise RuntimeError(f"eyas_capture {VERSION} cannot hook {type(module).__name__}: no stage boundary on {', '.join(without)}")
+            without = sorted({type(block).__name__ for block in layers if not {"hidden_states", "forward_batch"} <= {*inspect.signature(block.forward).parameters}})
+            if without:
+                raise RuntimeError(f"eyas_capture {VERSION} cannot hook {type(module).__name__}: forward of {', '.join(without)} names no hidden_states and forward_batch")
             return layers, norm
     raise RuntimeError(f"eyas_capture {VERSION} finds no decoder stack in {type(model).__name__}")
 
