@@ -3,6 +3,7 @@
 Chains with an honest checkpoint, their acceptance and a drafter with faults are in test_served.py.
 """
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -24,7 +25,8 @@ from eyas.errors import EyasError
 from eyas.export import export_sglang
 from eyas.files import ROOT, read_json, write_json
 from eyas.prompts import encode, load_prompts
-from eyas.serve import serving_up
+from eyas.serve import SERVING_CHUNK_TOK, server_command, serving_up
+from eyas.served import check, check_serve_dtype
 from eyas.target import load_target
 
 BOUNDARIES, NEW_TOK = (1, 3, 4), 30
@@ -168,6 +170,30 @@ def test_what_the_server_says_it_feeds_is_what_it_feeds(world, shifted):
         assert accepted(answer) == steps[tuple(told["boundaries"])]
         differs |= accepted(answer) != steps[BOUNDARIES]
     assert differs
+
+
+SYNCHRONOUS = ["--cuda-graph-backend-prefill", "--disable-overlap-schedule"]
+
+
+@pytest.mark.parametrize(("device", "boundaries", "expected"), [("cuda", (), []), ("cuda", (2, 4), SYNCHRONOUS), ("cpu", (), SYNCHRONOUS), ("cpu", (2, 4), SYNCHRONOUS)])
+def test_only_a_server_that_captures_or_has_no_graphs_goes_without_overlap(tmp_path, device, boundaries, expected):
+    """A ratio's baseline on a GPU is a server as one has it. With a drafter it has the same flags, and those of drafting."""
+    config, more = Config(device=device), ["--speculative-algorithm", "--speculative-draft-model-path", "--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens"]
+    plain, drafting = (server_command(config, tmp_path, boundaries, 1, tmp_path, SERVING_CHUNK_TOK, draft)[0] for draft in (None, tmp_path / "draft"))
+    assert [flag for flag in SYNCHRONOUS if flag in plain] == expected
+    assert [word for word in drafting if word.startswith("--") and word not in plain] == more and [word for word in plain if word not in drafting] == []
+
+
+def test_float32_on_a_gpu_is_refused_before_anything_starts(world, tmp_path):
+    """SGLang's attention there takes none, or rounds it to TF32. A server of one's own is asked as it is."""
+    config = Config.create(run_name="x", target=str(world.target.folder), device="cuda")
+    for start in (lambda: check(config, world.target, world.drafter, []), lambda: check_serve_dtype(config)):
+        with pytest.raises(EyasError, match="float32 on a GPU.*next: -p serve_dtype bfloat16"):
+            start()
+    with pytest.raises(EyasError, match="float32 on a GPU.*next: -p dtype bfloat16"):
+        serving_up(dataclasses.replace(config, dtype="float32"), world.export, tmp_path / "server")
+    for fine in ({"serve_dtype": "bfloat16"}, {"serve_url": "http://x"}, {"device": "cpu"}):
+        check_serve_dtype(dataclasses.replace(config, **fine))
 
 
 def test_no_drafter_there(world, tmp_path):

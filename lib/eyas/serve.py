@@ -170,7 +170,12 @@ def server_command(config: Config, model: Path, boundaries: tuple[int, ...], por
 
     `chunk_tok`: 0 for extraction; otherwise as servers run elsewhere, with the prefix cache and with prefill in chunks of so many tokens.
     `draft`: an exported drafter (`eyas.export`) to draft with, as EAGLE3.
+
+    Where nothing is captured, a GPU server has the overlap scheduler and prefill graphs, as one serves: what is told of each verify step (`eyas_accepted`) and of the drafter
+    is read when results are processed, in order and on the host, which neither changes. A CPU server goes without both: SGLang turns overlap off itself for one that drafts
+    (`speculative_hook._disable_overlap_schedule_for_cpu`), so the plain one it is compared with has none either, and the platform has no graphs.
     """
+    synchronous = bool(boundaries) or config.device == "cpu"  # a batch is computed, its rows are read, and then the next one is computed
     flags = {
         "--model-path": model,
         "--host": "127.0.0.1",
@@ -182,10 +187,10 @@ def server_command(config: Config, model: Path, boundaries: tuple[int, ...], por
         "--max-total-tokens": config.max_total_tok,
         "--max-prefill-tokens": config.max_prefill_tok or config.max_total_tok,
         "--chunked-prefill-size": chunk_tok or -1,  # -1: a sample's rows come in one piece
-        "--cuda-graph-backend-prefill": "disabled",  # hooks see every prefill
+        **({"--cuda-graph-backend-prefill": "disabled"} if synchronous else {}),  # hooks see every prefill
         "--random-seed": config.seed,
     }
-    switches = ["--sleep-on-idle", "--disable-overlap-schedule", "--skip-server-warmup"] + ([] if chunk_tok else ["--disable-radix-cache"])
+    switches = ["--sleep-on-idle", *["--disable-overlap-schedule"] * synchronous, "--skip-server-warmup"] + ([] if chunk_tok else ["--disable-radix-cache"])
     if draft is not None:
         flags |= {
             "--speculative-algorithm": "EAGLE3",  # EAGLE would run too, and accept nothing
@@ -299,9 +304,11 @@ def server_up(config: Config, tied: bool = False, chunk_tok: int = 0, owner: str
 def serving_up(config: Config, draft: Path | None, folder: Path, *, tied: bool = False) -> Server:
     """Start a server as one serves, with the prefix cache and nothing captured, and wait for it; it drafts with the exported drafter `draft`.
 
-    server.json and server.log go into `folder`; `tied` as in `server_up`. Its `status()["drafter"]` says which boundaries feed the drafter.
-    EyasError: a server of that folder is up, the port is taken, a draft folder without a drafter, the server died, or came up without drafter or plugin.
+    server.json and server.log go into `folder`; `tied` as in `server_up`. Its `status()["drafter"]` says which boundaries feed the drafter. With and without `draft` the flags are
+    the same but for those of drafting, so that the speed of the two may be compared (`server_command` says what a CPU goes without).
+    EyasError: float32 on a GPU, a server of that folder is up, the port is taken, a draft folder without a drafter, the server died, or came up without drafter or plugin.
     """
+    check_dtype(config, config.dtype, "dtype")
     target = load_target(config.target)
     if draft is not None and not (Path(draft) / "config.json").is_file():
         raise EyasError(f"no config.json in {Path(draft).name!r}", "an exported drafter", "python -m eyas export --profile demo")
@@ -320,6 +327,17 @@ def serving_up(config: Config, draft: Path | None, folder: Path, *, tied: bool =
         server.down()
         raise
     return server
+
+
+def check_dtype(config: Config, dtype: str, setting: str) -> None:
+    """EyasError for float32 on a GPU. `setting`: the one that says it.
+
+    The attention that SGLang 0.5.23 chooses there (fa3, trtllm_mha, FlashInfer: `model_override_base`) takes no float32. Triton's does, and multiplies it in TF32 (`tl.dot` without
+    input_precision), ten bits of fraction: then texts differ as they may in bfloat16, and the check would report a fault where there is none.
+    """
+    if config.device == "cuda" and dtype == "float32":
+        raise EyasError("float32 on a GPU: SGLang's attention takes none there, or multiplies it in TF32, in which texts need not be equal",
+                        "bfloat16, as one serves; decode compares the texts in float32", f"-p {setting} bfloat16")
 
 
 def _check_rejection_sampling(config: Config, draft: dict) -> None:
