@@ -4,6 +4,9 @@ nothing else running; after `train`).
 Two servers of the same profile, one drafting and one not, in the profile's own dtype. In each round both answer the same prompts of the evaluation set, greedily, at 1, 4
 and 16 parallel requests; they take turns and the first turn, and the one that waits sleeps. A ratio is output tokens per second with the drafter over those without, its interval
 by bootstrap over rounds. More requests at a time fill the device, and a draft that is thrown away costs more: where the ratio falls below 1 is what one wants to know.
+
+Writes throughput.json into the run's acceptance folder, with the hash of the drafter's file: notebook 05 and the run's verdict take it from there (`python -m eyas report` again).
+Both servers have the same flags but for drafting (`eyas.serve.server_command` says which a CPU goes without).
 """
 
 import argparse
@@ -20,7 +23,7 @@ from eyas.files import write_json
 from eyas.intervals import interval_text, ratio_interval
 from eyas.progress import Progress
 from eyas.serve import serving_up
-from eyas.served import Asker
+from eyas.served import THROUGHPUT, Asker, throughput_of
 from eyas.target import load_target
 
 
@@ -31,7 +34,7 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--prompts", type=int, default=16, help="answered in each round; at 1 request at a time a quarter of them, others each round")
-    parser.add_argument("--out", type=Path, help="a JSON file for the numbers")
+    parser.add_argument("--out", type=Path, help="a JSON file for the numbers, beside the run's own")
     args = parser.parse_args()
     config = Config.load(args.profile, **dict(args.p))
     config = dataclasses.replace(config, port=0, decode_prompts=args.prompts)
@@ -42,12 +45,19 @@ def main() -> None:
         with serving_up(config, None, Path(folder) / "plain", tied=True) as plain, serving_up(config, export, Path(folder) / "drafting", tied=True) as drafting:
             askers = {"plain": Asker(plain, config), "drafting": Asker(drafting, config)}
             rows = measure(askers, prompts, args.parallel, args.rounds)
-    found = [summary(rows, parallel) for parallel in args.parallel]
-    for row in found:
+            overlap = plain.status()["overlap"] and drafting.status()["overlap"]
+    found = record(args.profile, config, rows, len(prompts), overlap)
+    for row in found["ratios"]:
         print(f"{row['parallel']:3} at a time: {interval_text(row['ratio'])} times the tokens per second of the server without a drafter, acceptance length {row['acceptance_length']:.3f}; "
               f"{row['rounds']} rounds, {row['plain_tok']:,} tokens, {row['plain_s']:.1f} s plain, {row['drafting_s']:.1f} s drafting; {config.dtype}, {config.threads} threads")
-    if args.out:
-        write_json(args.out, {"profile": args.profile, "dtype": config.dtype, "threads": config.threads, "max_new_tok": config.decode_new_tok, "rows": rows, "ratios": found})
+    for path in filter(None, (config.acceptance_dir / THROUGHPUT, args.out)):
+        write_json(path, found)
+
+
+def record(profile: str, config: Config, rows: list[dict], n_prompts: int, overlap: bool) -> dict:
+    """throughput.json: `settings`, which `eyas.served.read_throughput` compares with the drafter and the draft settings at hand, rounds and ratios. `overlap`: both servers had SGLang's overlap scheduler."""
+    settings = throughput_of(config) | {"profile": profile, "eval_set": config.eval_set, "dtype": config.dtype, "threads": config.threads, "max_new_tok": config.decode_new_tok}
+    return {"settings": settings, "prompts": n_prompts, "overlap": overlap, "rows": rows, "ratios": [summary(rows, parallel) for parallel in sorted({row["parallel"] for row in rows})]}
 
 
 def measure(askers: dict[str, Asker], prompts: list, parallels: list[int], rounds: int) -> list[dict]:

@@ -81,9 +81,47 @@ def test_numbers_are_those_of_run_json():
 
 def test_two_verdicts_say_whose_they_are():
     run = committed()
-    run["headline"] |= {"speed_ratio": {"value": 0.9, "low": 0.8, "high": 0.95, "prompts": 24}, "speed_ratio_bfloat16": {"value": 1.3, "low": 1.2, "high": 1.4, "prompts": 8}}
-    said = summary.sentence(run)
-    assert said.startswith("Don't serve it: 0.90 times") and "in float32, prefill included" in said and "; in bfloat16, serve it: 1.30 times, 95 % interval 1.20 to 1.40 (8 prompts)" in said
+    run["headline"] |= {"served_speed_ratio": None, "served_throughput": None, "speed_ratio": {"value": 0.9, "low": 0.8, "high": 0.95, "prompts": 24},
+                        "speed_ratio_bfloat16": {"value": 1.3, "low": 1.2, "high": 1.4, "prompts": 8}}  # fmt: skip
+    assert summary.sentence(run) == ("Serve it: 1.30 times the speed of plain greedy decoding by our own decoder in bfloat16, prefill included, 95 % interval 1.20 to 1.40, 8 prompts; "
+                                     "in float32, don't serve it: 0.90 times, 95 % interval 0.80 to 0.95, 24 prompts.")  # fmt: skip
+
+
+def test_the_verdict_is_of_the_speed_most_like_serving():
+    """Throughput of the server, its single stream in bfloat16, our decoder in bfloat16, in float32 last: as each is missing, the next one speaks."""
+    none, slow, fast = ({"value": v, "low": v - 0.05, "high": v + 0.05, "prompts": 8} for v in (1.0, 0.8, 1.5))
+    at = [fast | {"parallel": 1}, fast | {"value": 1.31, "low": 1.2, "parallel": 4}, none | {"parallel": 16}]
+    headline = {"speed_ratio": slow, "speed_ratio_bfloat16": none, "served": fast | {"dtype": "bfloat16"}, "served_speed_ratio": slow | {"value": 0.7},
+                "served_throughput": at[0] | {"prompts": 16, "rounds": 6, "dtype": "bfloat16", "at": at}, "identical_float32": True}  # fmt: skip
+    assert summary.verdict(headline) == (
+        "Serve it at 1 and 4 requests at a time, no clear gain at 16 requests at a time: 1.50 times the tokens per second of the same server without it, at 1 request at a time, 95 % interval "
+        "1.45 to 1.55; 1.31 at 4, 95 % interval 1.20 to 1.55; 1.00 at 16, 95 % interval 0.95 to 1.05; served in bfloat16, 16 prompts, 6 rounds.")  # fmt: skip
+    assert summary.verdict(headline | {"identical_float32": False}).startswith("Don't serve it: its output is not the target's own greedy output (1.50 times the tokens")
+    once = headline["served_throughput"] | {"at": [{"value": 1.5, "low": None, "high": None, "parallel": 1}]}
+    assert summary.verdict(headline | {"served_throughput": once}).startswith("Too few rounds for an answer: 1.50 times")
+    headline["served_throughput"] = None
+    assert summary.verdict(headline).startswith("Don't serve it: 0.70 times the speed of the same server without it, one request at a time, prefill left out, served in bfloat16")
+    headline["served"] = fast | {"dtype": "float32"}  # nobody serves so
+    assert summary.verdict(headline).startswith("No clear gain: 1.00 times the speed of plain greedy decoding by our own decoder in bfloat16")
+    headline["speed_ratio_bfloat16"] = {"value": None, "low": None, "high": None, "prompts": 0}
+    assert summary.verdict(headline) == "Don't serve it: 0.80 times the speed of plain greedy decoding by our own decoder in float32, prefill included, 95 % interval 0.75 to 0.85, 8 prompts."
+    assert summary.verdict({"served": fast}) == "No speed was measured in this run."
+
+
+def test_a_drafter_that_was_not_served_says_why():
+    run = committed()
+    run["headline"] |= {"served": None, "served_speed_ratio": None, "served_throughput": None, "not_served": "sglang 0.5.23 cannot serve a drafter with norm_before_residual"}
+    html, sent, text = shown(run)
+    for part in (html, sent, text):
+        assert "Not served: sglang 0.5.23 cannot serve a drafter with norm_before_residual." in part and "not served: sglang" in part
+
+
+def test_served_throughput_is_shown():
+    run = committed()
+    at = [{"value": 1.531, "low": 1.378, "high": 1.739, "parallel": 1}, {"value": 1.161, "low": 1.056, "high": 1.234, "parallel": 16}]
+    run["headline"]["served_throughput"] = at[0] | {"prompts": 16, "rounds": 6, "dtype": "bfloat16", "at": at}
+    for part in shown(run):
+        assert "1.38 to 1.74" in part and "Served throughput" in part and "1.16 at 16, 95 % interval 1.06 to 1.23" in part
 
 
 def test_a_warning_of_repeats_is_shown():

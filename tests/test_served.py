@@ -3,26 +3,40 @@
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from stores import write_store
 from taught import make_prompts, teach
 from tiny import make_tiny_target
 
-from eyas import decode, plots
+from eyas import decode, plots, report, summary
 from eyas.acceptance import Prompt, measure
+from eyas.cli import main
 from eyas.config import Config
-from eyas.drafter import save_drafter
+from eyas.decode import TargetStream, greedy_decode
+from eyas.drafter import Drafter, ImportedConfig, load_drafter, save_drafter
 from eyas.errors import EyasError
-from eyas.export import engine_boundaries, export_sglang
+from eyas.export import WRITTEN_FOR, engine_boundaries, export_sglang, export_speculators
 from eyas.files import ROOT, read_json, write_json
+from eyas.imported import import_drafter
 from eyas.serve import serving_up
-from eyas.served import Answer, agree, cause_table, causes, check, checkpoint_causes, count, our_decoding, read_answer, round_trip, round_trip_table, same_settings, side_table, sides, with_faults
+from eyas.served import (
+    Answer, Served, agree, cause_table, causes, check, check_or_reason, checkpoint_causes, compare_prompts, count, our_decoding, read_answer, read_throughput, round_trip, round_trip_table,
+    same_settings, side_table, sides, summarise, walked_prompts, with_faults,
+)
+from eyas.store import Rows
 from eyas.target import load_target
+from eyas.walk import against_decoding, run_walk
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import serving as serving_benchmark
 
 BOUNDARIES, STEPS, NEW_TOK, END = (1, 3, 5), 3, 30, 2
 
@@ -183,6 +197,198 @@ def test_three_sides(world, checked):
     assert len(plots.plot_sides(found).get_legend().get_texts()) == 3
 
 
+# ---- without a server
+
+
+def made_up(world, accepted) -> Served:
+    """The check's record of answers whose verify steps accept what `accepted(step)` says, all of 30 tokens, and a server that says what an honest one does."""
+    config, target, drafter, prompts = world
+    steps = []
+    while sum(n + 1 for n in steps) + 1 < NEW_TOK:
+        steps.append(accepted(len(steps)))
+    decoded, ours = our_decoding(config, prompts)
+    table = compare_prompts(config, prompts, [Answer([5] * (1 + sum(n + 1 for n in steps)), None, steps, len(p.input_ids), 1.0) for p in prompts], ours, None)
+    trip = {"served": list(BOUNDARIES), "trained": list(BOUNDARIES), "ids": [0, 2, 4], "equal": True}
+    record = summarise(config, target, drafter, honest(world), trip, decoded, table)
+    record |= {"speed_ratio": None, "speed_prompts": 0, "causes": causes(config, target, drafter, honest(world), record, table)}
+    return Served(record, table)
+
+
+def honest(world, **drafting) -> dict:
+    """What a server of the export would say of itself."""
+    config, target, drafter, _ = world
+    told = {"algorithm": "EAGLE3", "path": str(export_sglang(drafter, target, config.export_dir)), "num_steps": STEPS, "topk": 1, "draft_tokens": STEPS + 1, "boundaries": list(BOUNDARIES), "ids": [0, 2, 4]}
+    return {"url": "x", "sglang": "0.5.23", "device": "cpu", "dtype": "float32", "overlap": False, "model": str(target.folder), "drafter": told | drafting}
+
+
+def test_a_server_that_accepts_nothing_is_looked_at(world):
+    """Exactly 1: every step gives the bonus token alone, as under EAGLE for EAGLE3. One accepted draft in all is already something else."""
+    nothing = made_up(world, lambda step: 0)
+    record = nothing.record
+    assert record["acceptance_length"]["value"] == 1.0 and record["verdict"] == "the server accepts nothing" and record["off"] and not nothing.passed
+    assert "the server accepts nothing" in str(nothing) and "what is known to cause that" in str(nothing)
+    little = made_up(world, lambda step: int(step == 0)).record
+    assert 1 < little["acceptance_length"]["value"] < 1.1 and little["verdict"] == "they differ beyond the interval" and little["off"]
+
+
+def test_an_export_for_something_else_is_named(world):
+    """Its config.json says for which engine, version, boundaries and target it was written; what runs is compared, and an export of others, without the key, is not accused."""
+    config, target, drafter, _ = world
+    found, status = made_up(world, lambda step: 1), honest(world)
+    path = config.export_dir / "config.json"
+    whole = read_json(path)
+    assert whole[WRITTEN_FOR] == {"engine": "sglang", "version": "0.5.23", "boundaries": [1, 3, 5], "target": target.name, "target_fingerprint": target.fingerprint}
+
+    def looked_at(**changed) -> dict[str, bool | None]:
+        write_json(path, {name: value for name, value in (whole | changed).items() if value is not None})
+        rows = causes(config, target, drafter, status, found.record, found.prompts)
+        write_json(path, whole)
+        return {row["cause"].split(" that the export")[0]: row["ok"] for row in rows if "export was written for" in row["cause"]}
+
+    fine = {"engine and version": True, "boundaries": True, "target": True}
+    assert looked_at() == fine
+    assert looked_at(**{WRITTEN_FOR: whole[WRITTEN_FOR] | {"version": "0.5.14"}}) == fine | {"engine and version": False}
+    assert looked_at(**{WRITTEN_FOR: whole[WRITTEN_FOR] | {"boundaries": [2, 3, 5]}}) == fine | {"boundaries": False}
+    assert looked_at(**{WRITTEN_FOR: whole[WRITTEN_FOR] | {"target_fingerprint": "0" * 64}}) == fine | {"target": False}
+    assert looked_at(**{WRITTEN_FOR: None}) == dict.fromkeys(fine)
+
+
+def store_of(config, target, prompts: list[Prompt]):
+    """The run's store: of each prompt the target's own greedy response, with the states of all boundaries."""
+    model, head, kept = decode.load_model(target, torch.float32, "cpu"), target.head(), (*BOUNDARIES, target.n_blocks)
+    samples = []
+    for prompt in prompts:
+        ids = prompt.input_ids + greedy_decode(model, prompt.input_ids, NEW_TOK).tokens
+        with TargetStream(model, kept) as stream, torch.inference_mode():
+            states = stream.forward(ids, keep=1)[1].clone().split(target.hidden_size, dim=-1)
+        samples.append(Rows(prompt.id, "heldout", "random", torch.tensor(ids), torch.arange(len(ids)) >= len(prompt.input_ids), {b: s.bfloat16() for b, s in zip(kept, states)}))
+    manifest = {"target": {"name": target.name, "fingerprint": target.fingerprint, "rms_norm_eps": 1e-5}, "boundaries": list(kept), "dtype": "bfloat16", "hidden_size": target.hidden_size,
+                "prompts": {"hash": None}}  # fmt: skip
+    return write_store(config.judged_store_dir, manifest, head, samples)
+
+
+def cells_from(part: str) -> list[str]:
+    """Code cells of notebook 05 from the first one that says `part` on."""
+    code = ["".join(c["source"]) for c in read_json(ROOT / "notebooks" / "05_acceptance.ipynb")["cells"] if c["cell_type"] == "code"]
+    return code[next(i for i, cell in enumerate(code) if part in cell and "import" not in cell) :]
+
+
+def test_the_page_of_a_drafter_that_sglang_cannot_serve(world, tmp_path, monkeypatch, capsys):
+    """speculators' default drafter, with norm_before_residual, imported and judged by the page's own cells: they say why there is no server, name a command that works, and go on to the end."""
+    config, target, taught, prompts = world
+    shape = ImportedConfig(**dataclasses.asdict(taught.config) | {"norm_before_residual": True})
+    theirs = Drafter(shape, taught.vocab)
+    theirs.load_state_dict(taught.state_dict())
+    run = dataclasses.replace(config, run_name="theirs", baseline_prompts=1)
+    import_drafter(export_speculators(theirs, target, tmp_path / "theirs", STEPS), target, run.drafter_dir)
+    drafter = load_drafter(run.drafter_dir, target)
+    assert drafter.config.norm_before_residual
+    store, acceptance = store_of(run, target, prompts), measure(run, target, drafter, prompts)
+    write_json(run.acceptance_dir / "served.json", {"headline": "of the drafter before"})
+    monkeypatch.setattr(report, "_data_sentence", lambda config: "6 conversations")
+    monkeypatch.setattr(report, "_parity_sentence", lambda config: "not asked")
+    names = {"config": run, "target": target, "drafter": drafter, "prompts": prompts, "store": store, "walked": run_walk(run, drafter, store), "record": acceptance.record}
+    exec("\n".join(line for line in cells_from("")[2].splitlines() if "import" in line), names)
+    exec("from eyas import acceptance as accepting", names)
+    capsys.readouterr()
+    for cell in cells_from("exported("):
+        exec(cell, names)
+    said, reason = capsys.readouterr().out, "sglang 0.5.23 cannot serve a drafter with norm_before_residual"
+    assert f"not exported for SGLang: {reason}" in said and f"not served: {reason}" in said and not run.export_dir.exists()
+    assert [column["name"] for column in names["columns"]] == ["offline estimate, 6 prompts", "our decoding, 6 prompts"]
+    assert names["columns"][1]["acceptance_length"] == acceptance.record["acceptance_length"]
+    assert list(cause_table(names["served"].record)["found"]) == [reason + ": its residual stream starts in front of the norm"]
+    assert list(round_trip_table(names["served"].record)["served"]) == ["not served"]
+    told = report.headline(run)
+    assert told["served"] is None and told["not_served"].startswith(reason) and summary.verdict(told) in said
+    assert summary.served({**told}).startswith(f"not served: {reason}") and summary.served_lead({"headline": told}).startswith(f"Not served: {reason}")
+    command = next(line for line in said.splitlines() if line.startswith("next: python -m eyas export"))
+    assert main(shlex.split(command)[4:]) == 0 and (run.export_dir / "vllm" / "config.json").is_file()
+    with pytest.raises(EyasError, match="decoded with other settings"):  # what else is wrong still stops the page
+        check_or_reason(dataclasses.replace(run, decode_new_tok=7), target, drafter, prompts)
+
+
+def test_the_offline_column_is_of_the_same_prompts(world, monkeypatch):
+    """The three columns stand on the prompts that the server answered: the estimate is offline.json's where that is of all of them, and a part of it where the server answers a part."""
+    config, target, drafter, prompts = world
+    run = dataclasses.replace(config, run_name="stored", drafter_run="x")
+    store, acceptance = store_of(dataclasses.replace(run, drafter_run=""), target, prompts[:4]), measure(run, target, drafter, prompts)
+    offline = against_decoding(run, target, drafter, store, prompts, acceptance)
+    served = {"counts": {"prompts": 6}, "decoded": {"acceptance_length": acceptance.record["acceptance_length"]}, "acceptance_length": acceptance.record["acceptance_length"],
+              "by_position": [{"ours": p["survival"], "server": p["survival"]} for p in acceptance.record["by_position"]]}  # fmt: skip
+    same = walked_prompts(run, drafter, store, prompts)
+    assert offline["greedy"]["prompts"] == 4 and same["acceptance_length"] == offline["greedy"]["offline"]
+    walked = run_walk(run, drafter, store)
+    found = sides(walked, served, same)
+    assert [side["name"] for side in found] == ["offline estimate, 4 of these prompts", "our decoding, 6 prompts", "the server, 6 prompts"]
+    assert found[0]["acceptance_length"] == offline["greedy"]["offline"] and len(found[0]["survival"]) == STEPS
+    few = dataclasses.replace(run, serve_prompts=2)
+    assert walked_prompts(few, drafter, store, prompts)["counts"] == {"prompts": 2}
+    assert sides(walked, served | {"counts": {"prompts": 2}}, walked_prompts(few, drafter, store, prompts))[0]["name"] == "offline estimate, 2 prompts"
+    assert walked_prompts(run, drafter, store, prompts[4:]) is None and walked_prompts(dataclasses.replace(run, temperature=1.0), drafter, store, prompts) is None
+    assert sides(walked, served)[0]["name"] == "offline estimate, 4 samples" and sides(walked, served)[0]["acceptance_length"] == walked["acceptance_length"]
+
+
+ROW = {"plain_tok": 100, "plain_steps": 0, "plain_accepted": 0, "drafting_tok": 50, "drafting_steps": 20, "drafting_accepted": 15}
+ROUNDS = [ROW | {"round": n, "parallel": parallel, "plain_s": 4.0 + n, "drafting_s": 1.0 * parallel} for n in (0, 1) for parallel in (4, 1)]
+
+
+def test_throughput_belongs_to_a_drafter(world, monkeypatch):
+    """A record of the benchmark's own function is shown where drafter and draft settings are the ones at hand, and the run's verdict is made of it; another's is left out, and a line says so."""
+    config, target, drafter, _ = world
+    run = dataclasses.replace(config, run_name="fast")
+    path = run.acceptance_dir / "throughput.json"
+    save_drafter(drafter, run.drafter_dir, {"target": {"name": target.name, "fingerprint": target.fingerprint}})
+    shutil.copytree(config.acceptance_dir, run.acceptance_dir)
+    monkeypatch.setattr(report, "_data_sentence", lambda config: "")
+    monkeypatch.setattr(report, "_parity_sentence", lambda config: "")
+    nothing, said = read_throughput(run)
+    assert nothing is None and said.endswith("not measured; next: .venv/bin/python benchmarks/serving.py --profile PROFILE, on a quiet machine")
+    assert report.headline(run)["served_throughput"] is None
+    write_json(path, serving_benchmark.record("demo", run, ROUNDS, 16, False))
+    found, said = read_throughput(run)
+    assert [row["parallel"] for row in found["ratios"]] == [1, 4] and found["settings"]["dtype"] == "bfloat16" and "2 rounds" in said and "without SGLang's overlap scheduler" in said
+    # plain seconds for as many tokens, (4 + 5) / 2, over 1 + 1 and 4 + 4 seconds drafting
+    assert [row["ratio"]["value"] for row in found["ratios"]] == [4.5 / 2, 4.5 / 8]
+    told = report.headline(run)
+    assert told["served_throughput"]["value"] == 2.25 and told["served_throughput"]["at"][1]["value"] == 0.5625 and told["served_throughput"]["prompts"] == 16
+    assert summary.verdict(told).startswith("Serve it at 1 request at a time, don't serve it at 4 requests at a time: 2.25 times the tokens per second")
+    ax = plots.plot_throughput(found["ratios"])
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["1", "4"] and list(ax.lines[1].get_ydata()) == [2.25, 0.5625]
+    other, said = read_throughput(dataclasses.replace(run, speculative_num_steps=2))
+    assert other is None and "(speculative_num_steps, speculative_num_draft_tokens): not shown" in said
+    torn = Drafter(drafter.config, drafter.vocab)
+    torn.load_state_dict(drafter.state_dict())
+    torn.fc.weight.data += 1
+    save_drafter(torn, run.drafter_dir, {"target": {"name": target.name, "fingerprint": target.fingerprint}})
+    other, said = read_throughput(run)
+    assert other is None and "(drafter_sha256): not shown; next: .venv/bin/python benchmarks/serving.py" in said and report.headline(run)["served_throughput"] is None
+
+
+def test_the_benchmark_leaves_its_numbers_with_the_run(world, tmp_path, monkeypatch):
+    """Its command line with servers and rounds taken away: throughput.json in the acceptance folder of the judged run, and --out beside it."""
+    config, _, _, _ = world
+
+    class Up:
+        def __enter__(self):
+            return SimpleNamespace(url="http://x", status=lambda: {"overlap": True})
+
+        def __exit__(self, *_):
+            pass
+
+    for name, value in (("serving_up", lambda *a, **k: Up()), ("eval_prompts", lambda config, target: [1] * config.decode_prompts), ("measure", lambda *a: ROUNDS)):
+        monkeypatch.setattr(serving_benchmark, name, value)
+    given = [("run_name", "x"), ("target", config.target), ("threads", "1"), ("boundaries", "[1,3,5]")]
+    monkeypatch.setattr(sys, "argv", ["serving.py", "--profile", "reference", "--prompts", "8", "--out", str(tmp_path / "out.json"), *(word for pair in given for word in ("-p", *pair))])
+    serving_benchmark.main()
+    run = Config.load("reference", **dict(given))
+    try:
+        assert read_throughput(run)[0] == read_json(run.acceptance_dir / "throughput.json") == read_json(tmp_path / "out.json")
+        assert read_json(tmp_path / "out.json")["settings"]["profile"] == "reference" and "with SGLang's overlap scheduler" in read_throughput(run)[1] and read_throughput(run)[0]["prompts"] == 8
+    finally:
+        (run.acceptance_dir / "throughput.json").unlink()
+
+
 # ---- faults
 
 
@@ -234,7 +440,7 @@ def test_a_fault_of_the_checkpoint_is_named(world, tmp_path, fault):
 def test_what_the_server_says_of_itself_is_looked_at(world, checked):
     """EAGLE for EAGLE3, other draft steps, another target, dtype, prompts with a token more: each by its own row, and only that."""
     config, target, drafter, _ = world
-    status = {"drafter": {**checked.record["drafter"], "path": str(config.export_dir)}, "dtype": "float32", "model": str(target.folder), "url": "x"}
+    status = {"drafter": {**checked.record["drafter"], "path": str(config.export_dir)}, "dtype": "float32", "sglang": "0.5.23", "model": str(target.folder), "url": "x"}
 
     def wrong(table=checked.prompts, drafting=(), **changed) -> list[str]:
         found = causes(config, target, drafter, status | changed | {"drafter": status["drafter"] | dict(drafting)}, checked.record, table)
@@ -295,14 +501,11 @@ def test_other_boundaries_are_refused(world):
 
 def test_speed_of_many_requests():
     """benchmarks/serving.py: seconds for as many tokens, rounds of one number of parallel requests."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from serving import summary
-
     rows = [{"parallel": n, "plain_s": 4.0 * n, "plain_tok": 100, "drafting_s": 2.0, "drafting_tok": 50, "drafting_steps": 20, "drafting_accepted": 15} for n in (1, 1, 4)]
-    found = summary(rows, 1)
+    found = serving_benchmark.summary(rows, 1)
     assert found["rounds"] == 2 and found["ratio"]["value"] == 1.0 and found["ratio"]["low"] == 1.0 and found["acceptance_length"] == 1.75
     assert (found["plain_s"], found["drafting_tok"]) == (8.0, 100)
-    assert summary(rows, 4)["ratio"] == {"value": 4.0, "low": None, "high": None, "level": 0.95}
+    assert serving_benchmark.summary(rows, 4)["ratio"] == {"value": 4.0, "low": None, "high": None, "level": 0.95}
 
 
 # ---- refusals

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
+from eyas.config import Config
 from eyas.drafter import Drafter, DrafterConfig
 from eyas.errors import EyasError
 from eyas.files import write_json, write_safetensors
-from eyas.layer_ids import SGLANG, engine_boundaries, engine_ids, round_trip  # noqa: F401
+from eyas.layer_ids import SGLANG, VERSIONS, engine_boundaries, engine_ids, round_trip  # noqa: F401
 from eyas.target import Target
 
 LAYER = "layers.0."
@@ -24,6 +25,7 @@ LAYER_KEYS = (
     *(f"{LAYER}mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
     *(f"{LAYER}{name}.weight" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")),
 )
+WRITTEN_FOR = "eyas_export"  # key of config.json that no engine reads: for which engine, version, boundaries and target it was written
 KEYS = ("fc.weight", *LAYER_KEYS, "norm.weight", "lm_head.weight", "d2t", "t2d")  # and those of `norm_keys`
 OPTIONAL_KEYS = ("t2d", "embed_tokens.weight")  # SGLang ignores the one and puts the target's in the place of the other
 SPECULATORS_VERSION = "0.9.0"
@@ -50,6 +52,25 @@ def check_servable(config: DrafterConfig, target: Target, engine: str = SGLANG) 
     engine_ids(config.boundaries, architecture(target), target.n_blocks, engine)
 
 
+def unservable(run: Config, drafter: Drafter, target: Target) -> EyasError | None:
+    """Why this SGLang cannot serve the drafter of a run, which is no fault of the drafter's, and the command that exports it for vLLM; None where it can."""
+    try:
+        check_servable(drafter.config, target)
+    except EyasError as error:
+        which = Config(run_name=run.run_name, member=run.member, target=run.target, trust_remote_code=run.trust_remote_code).options()
+        return EyasError(error.found, error.expected, f"python -m eyas export --to vllm {which}".rstrip())
+    return None
+
+
+def exported(run: Config, drafter: Drafter, target: Target) -> str:
+    """Export the drafter of a run for SGLang, in words: the files with their bytes; or why it cannot be served."""
+    refused = unservable(run, drafter, target)
+    if refused:
+        return f"not exported for SGLang: {refused}"
+    files = sorted(path for path in export_sglang(drafter, target, run.export_dir).iterdir() if path.is_file())
+    return "\n".join(f"{path.name}: {path.stat().st_size:,} bytes" for path in files)
+
+
 def export_sglang(drafter: Drafter, target: Target, folder: Path, engine: str = SGLANG) -> Path:
     """Write `config.json` and `model.safetensors`; gives the folder.
 
@@ -71,6 +92,7 @@ def export_sglang(drafter: Drafter, target: Target, folder: Path, engine: str = 
             "norm_before_fc": config.norm_before_fc,
         },
         "dtype": _dtype(target),  # in which it is served
+        WRITTEN_FOR: written_for(engine, config, target),
     }
     return _write(folder, record, _weights(drafter))
 
@@ -103,11 +125,18 @@ def export_speculators(drafter: Drafter, target: Target, folder: Path, draft_ste
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "dtype": _dtype(target),
+        WRITTEN_FOR: written_for(engine, config, target),
     }
     weights = _weights(drafter) | {"embed_tokens.weight": drafter.embed_tokens.weight.detach().cpu()}
     if config.draft_vocab_size == config.vocab_size:
         del weights["d2t"], weights["t2d"]
     return _write(folder, record, weights)
+
+
+def written_for(engine: str, config: DrafterConfig, target: Target) -> dict:
+    """What the layer ids of an export stand on; `serve-check` compares it with what runs."""
+    name, _, version = engine.partition(" ")
+    return {"engine": name, "version": version or VERSIONS.get(name, ""), "boundaries": list(config.boundaries), "target": target.name, "target_fingerprint": target.fingerprint}
 
 
 def _layer(config: DrafterConfig) -> dict:

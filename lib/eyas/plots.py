@@ -646,7 +646,7 @@ def plot_offline(record: dict, ax: Axes | None = None) -> Axes:
 
 
 def plot_sides(found: list[dict], ax: Axes | None = None) -> Axes:
-    """Share of verify steps with at least i accepted drafts, offline, decoded and on the server, with intervals; acceptance lengths in the legend. found: `eyas.served.sides`."""
+    """Share of verify steps with at least i accepted drafts, offline, decoded and, where it was served, on the server, with intervals; acceptance lengths in the legend. found: `eyas.served.sides`."""
     with plt.rc_context(STYLE):
         ax = _axes(ax)
         for n, (side, colour) in enumerate(zip(found, (GREEN, BLUE, VERMILION))):
@@ -654,9 +654,24 @@ def plot_sides(found: list[dict], ax: Axes | None = None) -> Axes:
             between = "" if length["low"] is None else f" [{length['low']:.2f}, {length['high']:.2f}]"
             ax.errorbar(np.arange(1, len(values) + 1) + 0.14 * (n - 1), values, yerr=_error(values, side["survival"]), color=colour, fmt="s^o"[n], markersize=8, capsize=4,
                         label=f"{side['name']}: acceptance length {length['value']:.2f}{between}")
-        ax.set(xlabel="accepted drafts, at least", ylabel="verify steps", title="The same number from three sides")
+        ax.set(xlabel="accepted drafts, at least", ylabel="verify steps", title=f"The same number from {'three' if len(found) == 3 else 'two'} sides")
         ax.set_ylim(bottom=0)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         ax.legend(loc="upper left", bbox_to_anchor=(0, -0.16))
+    return ax
+
+
+def plot_throughput(ratios: list[dict], ax: Axes | None = None) -> Axes:
+    """Throughput of the server with the drafter over that without it, by requests at a time, with intervals. ratios: that block of throughput.json."""
+    with plt.rc_context(STYLE):
+        ax = _axes(ax, height=3.2)
+        values = np.array([row["ratio"]["value"] for row in ratios])
+        ax.axhline(1, color="black", linewidth=1)
+        ax.errorbar(range(len(values)), values, yerr=_error(values, [row["ratio"] for row in ratios]), color=BLUE, fmt="o", markersize=8, capsize=5)
+        for i, value in enumerate(values):
+            ax.annotate(f"{value:.2f}", (i, value), xytext=(9, 0), textcoords="offset points", va="center")
+        ax.set_xticks(range(len(values)), [row["parallel"] for row in ratios])
+        ax.set(xlabel="requests at a time", ylabel="times as many tokens per second", title="The server with the drafter against the server without it", xlim=(-0.5, len(values) - 0.5))
+        ax.set_ylim(bottom=0)
     return ax

@@ -127,6 +127,8 @@ def versions() -> dict[str, str]:
 
 def headline(config: Config) -> dict | None:
     """The numbers that the index opens with, copied from the run's acceptance folder; None when this run has not measured acceptance."""
+    from eyas.served import read_throughput
+
     path, walk_path, served_path = (config.acceptance_dir / f"{name}.json" for name in ("acceptance", "walk", "served"))
     if not path.is_file():
         return None
@@ -137,6 +139,9 @@ def headline(config: Config) -> dict | None:
         return {key: record[name][key] for key in ("value", "low", "high")} | {"prompts": prompts}
 
     walked, served = (read_json(p) if p.is_file() else None for p in (walk_path, served_path))
+    refused = (served or {}).get("not_served")
+    served = None if refused else served
+    throughput, _ = read_throughput(config)
     return {
         "target": found["settings"]["target"],
         "boundaries": found["settings"]["boundaries"],
@@ -145,7 +150,9 @@ def headline(config: Config) -> dict | None:
         "acceptance_length": block(found, "acceptance_length", counts["prompts"]),
         "offline_estimate": block(walked, "acceptance_length", walked["counts"]["samples"]) if walked else None,
         "served": served["headline"] | {"dtype": served["settings"]["dtype"], "verdict": served["verdict"]} if served else None,
-        "served_speed_ratio": block(served, "speed_ratio", served["speed_prompts"]) if served and served["speed_ratio"] else None,
+        "not_served": refused["reason"] if refused else None,
+        "served_speed_ratio": block(served, "speed_ratio", served["speed_prompts"]) | {"dtype": served["settings"]["dtype"]} if served and served["speed_ratio"] else None,
+        "served_throughput": _throughput_block(throughput) if throughput else None,
         "speed_ratio": block(found, "speed_ratio", counts["prompts"]),
         "speed_ratio_bfloat16": block(found, "speed_ratio_bfloat16", found["speed_ratio_bfloat16"].get("prompts", again["prompts"])),
         "repeated_bigrams": found["repeated_bigrams"]["value"],
@@ -156,6 +163,12 @@ def headline(config: Config) -> dict | None:
         "decoded_prompts": counts["prompts"],
         "bfloat16": {name: again[name] for name in ("prompts", "differing", "ties", "not_ties")},
     }
+
+
+def _throughput_block(record: dict) -> dict:
+    """throughput.json as the headline has it: the ratio at the fewest requests at a time, and all of them under "at"."""
+    at = [{name: row["ratio"][name] for name in ("value", "low", "high")} | {"parallel": row["parallel"]} for row in sorted(record["ratios"], key=lambda row: row["parallel"])]
+    return at[0] | {"prompts": record["prompts"], "rounds": record["ratios"][0]["rounds"], "dtype": record["settings"]["dtype"], "at": at}
 
 
 def layer_choice(config: Config) -> str | None:

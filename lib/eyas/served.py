@@ -35,19 +35,22 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from eyas.acceptance import Prompt, position_counts
+from eyas.acceptance import Prompt, position_counts, position_ratios
 from eyas.config import Config
 from eyas.drafter import FILE, Drafter
 from eyas.errors import EyasError
-from eyas.export import LAYER, OPTIONAL_KEYS, export_sglang
-from eyas.files import read_json, read_parquet, write_atomic, write_json
+from eyas.export import LAYER, OPTIONAL_KEYS, WRITTEN_FOR, export_sglang, unservable
+from eyas.files import read_json, read_parquet, sha256_file, write_atomic, write_json
 from eyas.intervals import difference_interval, interval_text, ratio_interval
 from eyas.progress import Progress
 from eyas.prompts import repeated_bigrams, template_hash
-from eyas.serve import LIMITS, Server, serving_up
+from eyas.serve import LIMITS, Server, check_dtype, serving_up
+from eyas.store import Store
 from eyas.target import Target, load_target
+from eyas.walk import walk
 
 COMMAND = "python -m eyas serve-check"
+THROUGHPUT = "throughput.json"  # of the acceptance folder, by benchmarks/serving.py
 NAMES = {"num_steps": "speculative_num_steps", "topk": "speculative_eagle_topk", "draft_tokens": "speculative_num_draft_tokens"}  # of the server's draft settings in a profile
 LEGACY = {"midlayer.": LAYER, "aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}  # names that the loader reads as these
 
@@ -176,18 +179,53 @@ class Served:
             f"output identical to the server without a drafter: {same['prompts'] - same['differing']} of {same['prompts']} prompts",
         ]  # fmt: skip
         if r["speed_ratio"]:
-            lines.append(f"one request at a time, {r['speed_prompts']} prompts: {interval_text(r['speed_ratio'])} times the speed of the server without a drafter, {r['settings']['dtype']}, prefill left out")
+            lines.append(f"one request at a time, {r['speed_prompts']} prompts: {interval_text(r['speed_ratio'])} times the speed of the server without a drafter, {r['settings']['dtype']}, "
+                         f"prefill left out, both {'with' if r['settings']['overlap'] else 'without'} SGLang's overlap scheduler")
         if r["off"]:
             lines.append("what is known to cause that, checked one by one:\n" + cause_table(r).to_string(index=False, justify="left"))
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class NotServed:
+    """A drafter that this SGLang cannot serve. `record` is served.json: the reason and the next command under "not_served", our own side of the comparison, and nothing of a server."""
+
+    record: dict
+
+    def __str__(self) -> str:
+        return f"not served: {self.record['not_served']['reason']}\nnext: {self.record['not_served']['next']}"
+
+
+def check_or_reason(config: Config, target: Target, drafter: Drafter, prompts: list[Prompt]) -> Served | NotServed:
+    """`check`, or, where SGLang cannot serve a drafter of that shape, why: a page of other results goes on. Any other EyasError stops it."""
+    refused = unservable(config.judged, drafter, target)
+    if refused is None:
+        return check(config, target, drafter, prompts)
+    prompts = prompts[: config.serve_prompts or None]
+    _, table = our_decoding(config, prompts)
+    steps = range(1, config.speculative_num_steps + 1)
+    record = {
+        "settings": {"drafter_run": config.judged.run_name, "eval_set": config.eval_set, "target": target.name, "target_fingerprint": target.fingerprint, "boundaries": list(drafter.config.boundaries)},
+        "not_served": {"reason": refused.found, "next": refused.next_command},
+        "counts": {"prompts": len(table)},
+        "decoded": {"acceptance_length": ratio_interval(table["accepted"] + table["verify_steps"], table["verify_steps"], config.seed).as_dict()},
+        "by_position": [{"position": i, "ours": ratio_interval(table[f"accepted_{i}"], table["verify_steps"], config.seed).as_dict()} for i in steps],
+        "identical": None,
+        "round_trip": {"served": None, "trained": list(drafter.config.boundaries), "ids": None, "equal": None},
+        "causes": [{"cause": "a shape that SGLang can serve", "found": refused.found, "expected": refused.expected, "ok": False}],
+    }  # fmt: skip
+    (config.acceptance_dir / "served.parquet").unlink(missing_ok=True)
+    write_json(config.acceptance_dir / "served.json", record)
+    return NotServed(record)
 
 
 def check(config: Config, target: Target, drafter: Drafter, prompts: list[Prompt], folder: Path | None = None) -> Served:
     """Serve the drafter and compare what the server accepts with `eyas decode` on the same prompts. Writes served.parquet and, last, served.json.
 
     `folder`: a checkpoint that lies there already, by default the drafter is exported. With `serve_timed_prompts` both servers are up at once, else one after the other.
-    EyasError: our side is not there, or is of other settings; the server feeds other boundaries; it counts in a way that is not understood.
+    EyasError: our side is not there, or is of other settings; float32 on a GPU; the server feeds other boundaries; it counts in a way that is not understood.
     """
+    check_serve_dtype(config)
     prompts = prompts[: config.serve_prompts or None]
     decoded, ours = our_decoding(config, prompts)
     serving = dataclasses.replace(config, dtype=config.serve_dtype, port=0)
@@ -226,6 +264,12 @@ def check(config: Config, target: Target, drafter: Drafter, prompts: list[Prompt
     write_atomic(config.acceptance_dir / "served.parquet", table.to_parquet)
     write_json(config.acceptance_dir / "served.json", record)
     return Served(record, table)
+
+
+def check_serve_dtype(config: Config) -> None:
+    """EyasError where the server that would be started could not compute in `serve_dtype`. One's own is served as it is."""
+    if not config.serve_url:
+        check_dtype(config, config.serve_dtype, "serve_dtype")
 
 
 def our_decoding(config: Config, prompts: list[Prompt]) -> tuple[dict, pd.DataFrame]:
@@ -316,7 +360,7 @@ def summarise(config: Config, target: Target, drafter: Drafter, status: dict, tr
             "drafter_run": config.judged.run_name, "eval_set": config.eval_set, "target": target.name, "target_fingerprint": target.fingerprint,
             "boundaries": list(drafter.config.boundaries), "speculative_num_steps": config.speculative_num_steps, "speculative_eagle_topk": config.speculative_eagle_topk,
             "speculative_num_draft_tokens": config.verified_tok, "max_new_tok": config.decode_new_tok, "dtype": status["dtype"], "decoded_dtype": decoded["settings"]["dtype"],
-            "sglang": status["sglang"], "device": status["device"], "parallel": config.concurrency, "seed": config.seed, "interval": "95 %, percentile bootstrap over prompts",
+            "sglang": status["sglang"], "device": status["device"], "overlap": status["overlap"], "parallel": config.concurrency, "seed": config.seed, "interval": "95 %, percentile bootstrap over prompts",
         },
         "counts": {"prompts": len(table), **{name: int(table[name].sum()) for name in ("tok", "verify_steps", "accepted", "ours_verify_steps", "ours_accepted")}},
         "acceptance_length": length["server"],
@@ -367,6 +411,10 @@ def causes(config: Config, target: Target, drafter: Drafter, status: dict, recor
         rows[-1]["ok"] = None
     else:
         rows += checkpoint_causes(checkpoint, weights, drafter)
+        told = checkpoint.get(WRITTEN_FOR) or {}  # not in what others wrote
+        for what, found, expected in (("engine and version", told and f"{told['engine']} {told['version']}", f"sglang {status['sglang']}"),
+                                      ("boundaries", told and told["boundaries"], list(drafter.config.boundaries)), ("target", told and told["target_fingerprint"][:12], target.fingerprint[:12])):
+            look(f"{what} that the export was written for", found or None, expected)
     look("dtype: rounding turns ties around", status["dtype"], record["settings"]["decoded_dtype"])
     model = Path(status["model"])
     known = (model / "config.json").is_file()
@@ -449,7 +497,9 @@ def cause_table(record: dict) -> pd.DataFrame:
 
 def round_trip_table(record: dict) -> pd.DataFrame:
     """What the running server feeds the drafter, beside what it was trained on."""
-    trip, served = record["round_trip"], record["drafter"]
+    trip, served = record["round_trip"], record.get("drafter")
+    if served is None:
+        return pd.DataFrame([{"": "boundaries", "served": "not served", "trained": str(trip["trained"])}])
     return pd.DataFrame([
         {"": "boundaries", "served": str(trip["served"]), "trained": str(trip["trained"])},
         {"": "layer ids", "served": str(trip["ids"]), "trained": ""},
@@ -458,17 +508,71 @@ def round_trip_table(record: dict) -> pd.DataFrame:
     ])  # fmt: skip
 
 
-def sides(walked: dict, served: dict) -> list[dict]:
-    """Offline estimate (walk.json), our decoding and the server on the same prompts (served.json): {"name", "acceptance_length", "survival" by position}."""
+def walked_prompts(config: Config, drafter: Drafter, store: Store, prompts: list[Prompt]) -> dict | None:
+    """The offline estimate over the prompts that the server answers and for as many tokens, in walk.json's names; None where the store has none of them, or for what it does not
+    estimate so (trees, drawn texts)."""
+    stored = set(store.samples("heldout"))
+    ids = [prompt.id for prompt in prompts[: config.serve_prompts or None] if prompt.id in stored]
+    if not ids or config.temperature or config.speculative_eagle_topk > 1:
+        return None
+    table = walk(drafter, store, ids, config.speculative_num_steps, config.decode_new_tok)
+    return {"counts": {"prompts": len(table)}, "acceptance_length": ratio_interval(table["accepted"] + table["verify_steps"], table["verify_steps"], config.seed).as_dict(),
+            "by_position": position_ratios(table, config)}  # fmt: skip
+
+
+def sides(walked: dict, served: dict, same: dict | None = None) -> list[dict]:
+    """Offline estimate, our decoding and, where it was served, the server: {"name", "acceptance_length", "survival" by position}.
+
+    The estimate is `same` (`walked_prompts`), on the prompts of the other two (served.json); without it `walked` (walk.json), on the store's samples. Names say of how many.
+    """
     n = served["counts"]["prompts"]
-    return [
-        {"name": f"offline estimate, {walked['counts']['samples']} samples", "acceptance_length": walked["acceptance_length"], "survival": [p["survival"] for p in walked["by_position"]]},
+    offline = same or walked
+    of = f"{walked['counts']['samples']} samples" if same is None else f"{same['counts']['prompts']} {'of these ' if same['counts']['prompts'] < n else ''}prompts"
+    found = [
+        {"name": f"offline estimate, {of}", "acceptance_length": offline["acceptance_length"], "survival": [p["survival"] for p in offline["by_position"]]},
         {"name": f"our decoding, {n} prompts", "acceptance_length": served["decoded"]["acceptance_length"], "survival": [p["ours"] for p in served["by_position"]]},
-        {"name": f"the server, {n} prompts", "acceptance_length": served["acceptance_length"], "survival": [p["server"] for p in served["by_position"]]},
     ]  # fmt: skip
+    if "not_served" in served:
+        return found
+    return [*found, {"name": f"the server, {n} prompts", "acceptance_length": served["acceptance_length"], "survival": [p["server"] for p in served["by_position"]]}]
 
 
 def side_table(found: list[dict]) -> pd.DataFrame:
     """`sides` to read: a column each, acceptance length and the share of verify steps that accept at least so many drafts, with intervals."""
     names = ["acceptance length", *(f"at least {i} accepted" for i in range(1, len(found[0]["survival"]) + 1))]
     return pd.DataFrame([{"": name} | {side["name"]: interval_text([side["acceptance_length"], *side["survival"]][i]) for side in found} for i, name in enumerate(names)])
+
+
+# ---- throughput, as benchmarks/serving.py left it
+
+
+def throughput_of(config: Config) -> dict:
+    """What a throughput stands on, as throughput.json says it: the file of the drafter and the settings that decide the answers and their speed."""
+    path = config.judged.drafter_dir / FILE
+    return {
+        "drafter_run": config.judged.run_name, "drafter_sha256": sha256_file(path) if path.is_file() else None, "speculative_num_steps": config.speculative_num_steps,
+        "speculative_eagle_topk": config.speculative_eagle_topk, "speculative_num_draft_tokens": config.verified_tok, "temperature": config.temperature, "device": config.device,
+    }  # fmt: skip
+
+
+def read_throughput(config: Config) -> tuple[dict | None, str]:
+    """throughput.json of the acceptance folder, where it is there and of the judged drafter and its draft settings; and in words what it is, or why it is not shown."""
+    path, command = config.acceptance_dir / THROUGHPUT, ".venv/bin/python benchmarks/serving.py --profile PROFILE"
+    if not path.is_file():
+        return None, f"throughput of the server at 1, 4 and 16 requests at a time: not measured; next: {command}, on a quiet machine"
+    record, now = read_json(path), throughput_of(config)
+    apart = [name for name, value in now.items() if record["settings"].get(name) != value]
+    if apart:
+        return None, f"{THROUGHPUT} is of another drafter or of other settings ({', '.join(apart)}): not shown; next: {command}, on a quiet machine"
+    s = record["settings"]
+    return record, (f"{record['prompts']} prompts, {s['max_new_tok']} tokens each at most, {record['ratios'][0]['rounds']} rounds in turns, {s['dtype']}, {s['device']}, prompts already in the prefix cache, "
+                    f"both servers {'with' if record['overlap'] else 'without'} SGLang's overlap scheduler; intervals over rounds")
+
+
+def throughput_table(record: dict | None) -> pd.DataFrame:
+    """A row for each number of requests at a time; none without a record."""
+    rows = record["ratios"] if record else []
+    return pd.DataFrame([{
+        "requests at a time": row["parallel"], "times the tokens per second of the server without a drafter": interval_text(row["ratio"]), "acceptance length": row["acceptance_length"],
+        "rounds": row["rounds"], "tokens": row["plain_tok"] + row["drafting_tok"],
+    } for row in rows])  # fmt: skip
