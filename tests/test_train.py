@@ -1,9 +1,11 @@
 """Training against a slow and obvious float64 reference, and what a run promises: repeatable, resumable, refusing what does not fit."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pandas as pd
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from test_drafter import BOUNDARIES, H, SHAPE, V, make_drafter, make_sample
 import stores
 from tiny import make_tiny_target
@@ -28,7 +31,7 @@ from eyas.losses import LOSSES
 from eyas.target import Head
 from eyas.train import Training, deal, plan, schedule, train
 from eyas.files import code_version
-from eyas.ttt import Teacher, batch_loss, pack, step_weights
+from eyas.ttt import Losses, Teacher, batch_loss, pack, step_weights
 from eyas.walk import walk
 
 # ---- the loss and its gradient: one slot, one step, one key at a time, full attention, from the definition
@@ -176,11 +179,19 @@ def test_loss_and_gradients_equal_the_reference(masks, n_steps, monkeypatch):
 
 @pytest.mark.parametrize("masks", [MASKS["turns"], MASKS["packed"]], ids=["turns", "packed"])
 @pytest.mark.parametrize("change", [
-    {"mask_shift": 0}, {"grid": True}, {"fc_norm": True}, {"norm_output": True}, {"loss": "tv"}, {"loss": "lk_alpha"}, {"loss": "lk_lambda"},
+    {"mask_shift": 0}, {"grid": True}, {"fc_norm": True}, {"norm_output": True},
     {"mask_shift": 0, "grid": True, "fc_norm": True, "norm_output": True, "loss": "lk_lambda"},
 ], ids=str)  # fmt: skip
 def test_every_variant_equals_the_reference(masks, change):
     assert_equal_losses(*both_losses(masks, 3, 0.8, **change))
+
+
+@pytest.mark.parametrize("n_steps", range(1, 8))
+@pytest.mark.parametrize("loss", [name for name in LOSSES if name != "kl"])
+def test_every_loss_equals_the_reference(loss, n_steps):
+    ours, reference = both_losses([[0, 1, 1, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 1]], n_steps, 0.8, loss)
+    assert_equal_losses(ours, reference)
+    assert all(reference[3]), "every step has a supervised slot"
 
 
 def test_attention_without_the_fused_kernel_is_the_same(monkeypatch):
@@ -223,19 +234,21 @@ def test_a_sample_that_is_cut_gives_what_it_gives_whole(n_steps):
 
 
 def test_order_and_packing_change_nothing():
-    drafter, head = make_drafter(), make_head()
-    samples = {str(i): make_sample(mask, seed=i) for i, mask in enumerate(MASKS["packed"])}
-    teacher = Teacher(head, drafter.vocab, torch.float64)
+    head, samples = make_head(), {str(i): make_sample(mask, seed=i) for i, mask in enumerate(MASKS["packed"])}
 
-    def losses(ids):
-        batch = pack([(id, samples[id]) for id in ids], BOUNDARIES, drafter.vocab, 3, torch.float64)
-        return batch_loss(drafter, batch, teacher, LOSSES["kl"], step_weights(3, 1.0))
+    def losses(*packs, counts=None):
+        drafter, found = make_drafter(), []
+        for ids in packs:
+            batch = pack([(id, samples[id]) for id in ids], BOUNDARIES, drafter.vocab, 3, torch.float64)
+            found.append(batch_loss(drafter, batch, Teacher(head, drafter.vocab, torch.float64), LOSSES["kl"], step_weights(3, 1.0), counts))
+            found[-1].total.backward()  # gradients of several packs add up
+        sums = [[sum(column) for column in zip(*parts)] for parts in zip(*((each.loss, each.hits, each.slots) for each in found))]
+        return sum(float(each.total.detach()) for each in found), *sums, {name: p.grad for name, p in drafter.named_parameters() if p.requires_grad}
 
-    whole, turned, single = losses("01234"), losses("40321"), [losses(id) for id in "01234"]
-    assert whole.slots == turned.slots and whole.hits == turned.hits and whole.loss == pytest.approx(turned.loss, abs=1e-9)
-    assert float(whole.total.detach()) == pytest.approx(float(turned.total.detach()), abs=1e-9)
-    assert [sum(part.loss[s] for part in single) for s in range(3)] == pytest.approx(whole.loss, abs=1e-9)
-    assert [sum(part.slots[s] for part in single) for s in range(3)] == whole.slots
+    whole = losses("01234")
+    assert whole[-1]["layers.0.self_attn.k_proj.weight"].abs().max() > 1e-3
+    for others in (losses("40321"), losses(*"01234", counts=whole[3]), losses("31", "024", counts=whole[3])):
+        assert_equal_losses(others, whole)
 
 
 def test_supervised_slots_by_hand():
@@ -315,25 +328,29 @@ def test_passes_and_threads_change_nothing(data, store, target, change):
 
 RANKS = """
 import sys
-import torch
+from pathlib import Path
+from eyas import ranks
 from eyas.config import Config
 from eyas.store import Store
 from eyas.target import load_target
-from eyas.train import train
+from eyas.train import Training, train
+judge, judged = Training._judge, []
+Training._judge = lambda self, drafter, keys: judged.extend(keys) or judge(self, drafter, keys)
 train(Config.create(**eval(sys.argv[1])), Store.open(sys.argv[2]), load_target(sys.argv[3]))
+Path(sys.argv[4], f"judged-{ranks.RANK}").write_text(" ".join(judged))
 """
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_ranks_give_the_result_of_one(data, store, target, tmp_path, parallel):
-    """With gloo on this machine, under torchrun; some steps have a single sample, so one rank has nothing of its own. A checkpoint of two ranks goes on with one."""
+def test_two_ranks_give_the_result_of_one(data, store, target, tmp_path, parallel, capsys):
+    """With gloo on this machine, under torchrun; some steps have a single sample, so one rank has nothing of its own. Each judges its share of the held-out samples. A checkpoint of two ranks goes on with one."""
     values = {name: getattr(config_for(), name) for name in ("boundaries", "threads", "draft_vocab_size", "batch_tok", "without_parity")} | {"train_dtype": "float32", "parallel": parallel}
     single = load_drafter(train(Config.create(**values, run_name="single", epochs=3.0), store, target), target).state_dict()
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     environment = {**os.environ, "PYTHONPATH": str(Path(eyas.train.__file__).parents[1]), "EYAS_DATA": str(data), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run([*command, repr(values | {"run_name": "two", "epochs": 3.0}), str(store.folder), str(target.folder)], env=environment, capture_output=True, text=True)
+    done = subprocess.run([*command, repr(values | {"run_name": "two", "epochs": 3.0}), str(store.folder), str(target.folder), str(tmp_path)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     folder = data / "runs" / "two" / "drafter"
     two = load_drafter(folder, target).state_dict()
@@ -342,11 +359,16 @@ def test_two_ranks_give_the_result_of_one(data, store, target, tmp_path, paralle
     metrics, alone = (pd.read_parquet(data / "runs" / name / "drafter" / "metrics.parquet") for name in ("two", "single"))
     assert metrics["slots"].equals(alone["slots"]) and metrics["tok"].equals(alone["tok"])
     assert metrics["loss"].tolist() == pytest.approx(alone["loss"].tolist(), rel=1e-3) and 1 in {len(ids) for _, ids in plan(lengths_of(store), 3.0, 64, 0)}
+    assert metrics["acceptance_length"].equals(alone["acceptance_length"]) and metrics["acceptance_length"].notna().sum() == 9
+    shares = [(tmp_path / f"judged-{rank}").read_text().split() for rank in (0, 1)]
+    assert len(shares[0]) == len(shares[1]) == 3 and set(shares[0]) | set(shares[1]) == set(store.samples("heldout")) == {"s5", "s11"}  # of three evaluations
     for kept in sorted((folder / "checkpoints").iterdir())[1:]:
         kept.unlink()
     steps = []
+    capsys.readouterr()
     train(Config.create(**values, run_name="two", epochs=3.0), store, target, on_step=lambda done: steps.append(done["step"]))
     assert steps and steps[0] > 1
+    assert "note: begun with ranks 2, now 1: the same training to rounding, no longer bit for bit" in capsys.readouterr().out
     for name, tensor in load_drafter(folder, target).state_dict().items():
         torch.testing.assert_close(tensor, single[name], rtol=1e-3, atol=2e-5, msg=name)
 
@@ -379,37 +401,127 @@ def test_a_seed_repeats_bit_for_bit(data, store, target, dtype):
 
 KILLED = """
 import os, signal, sys
+import torch
 import eyas.train
 from eyas.config import Config
 from eyas.store import Store
 from eyas.target import load_target
-def kill(done):
-    if done["step"] == 6:
-        os.kill(os.getpid(), signal.SIGKILL)
-config = Config.create(**eval(sys.argv[1]))
-eyas.train.train(config, Store.open(sys.argv[2]), load_target(sys.argv[3]), on_step=kill)
+from eyas.train import Training, train
+eyas.train.METRICS_S = 0.0  # the metrics are ahead of the last checkpoint
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def half_written(state, path, save=torch.save):
+    save(state, path)
+    if state["step"] == step:
+        os.truncate(path, os.path.getsize(path) // 2)
+        die()
+
+def judged(self, evaluate=Training.evaluate):
+    evaluate(self)
+    if self.step == step:
+        die()
+
+store, target = Store.open(sys.argv[2]), load_target(sys.argv[3])
+for name, (where, step, values) in eval(sys.argv[1]).items():
+    if child := os.fork():
+        print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    if where == "while a checkpoint is written":
+        torch.save = half_written
+    if where == "between evaluation and checkpoint":
+        Training.evaluate = judged
+    try:
+        train(Config.create(**values), store, target, on_step=lambda done: where == "behind a step" and done["step"] == step and die())
+    finally:
+        os._exit(1)
 """
+ENDS = (5, 10)  # last steps of the two epochs
+KILLS = {  # where, at which step, threads, and the checkpoints that are there then: of every second step and each epoch's end the last two
+    "before any checkpoint": ("behind a step", 1, 1, []),
+    "at an epoch's end": ("behind a step", 5, 1, [4, 5]),
+    "at a checkpoint": ("behind a step", 6, 1, [5, 6]),
+    "a step behind a checkpoint": ("behind a step", 7, 1, [5, 6]),
+    "with two threads": ("behind a step", 7, 2, [5, 6]),
+    "while a checkpoint is written": ("while a checkpoint is written", 6, 1, [4, 5]),
+    "between evaluation and checkpoint": ("between evaluation and checkpoint", 5, 1, [2, 4]),
+}
 
 
-def test_killed_and_started_again_gives_the_same_weights(data, store, target):
-    whole = load_drafter(train(config_for(run_name="whole"), store, target), target)
-    config = config_for(run_name="killed", checkpoint_steps=2)
-    values = {name: getattr(config, name) for name in ("run_name", "boundaries", "threads", "draft_vocab_size", "epochs", "batch_tok", "without_parity", "checkpoint_steps")}
-    environment = {**os.environ, "PYTHONPATH": str(Path(eyas.train.__file__).parents[1]), "EYAS_DATA": str(data)}
-    process = subprocess.run([sys.executable, "-c", KILLED, repr(values), str(store.folder), str(target.folder)], env=environment, capture_output=True, text=True)
-    assert process.returncode == -signal.SIGKILL, process.stderr
-    assert not (config.drafter_dir / "drafter.safetensors").exists()
+@pytest.fixture(scope="module")
+def killed(target, tmp_path_factory):
+    """(data folder, store, config of a case's run): each of KILLS begun and killed, in a process of its own."""
+    folder = tmp_path_factory.mktemp("killed")
+    store = Store.open(write_store(folder / "store", target))
+    assert [epoch for epoch, _ in plan(lengths_of(store), 2.0, 64, 0)] == [0] * ENDS[0] + [1] * (ENDS[1] - ENDS[0])
+    configs = {name: config_for(run_name=name.replace(" ", "-").replace("'", ""), epochs=2.0, threads=threads, checkpoint_steps=2) for name, (_, _, threads, _) in KILLS.items()}
+    cases = {name: (KILLS[name][0], KILLS[name][1], config.changed) for name, config in configs.items()}
+    environment = {**os.environ, "PYTHONPATH": str(Path(eyas.train.__file__).parents[1]), "EYAS_DATA": str(folder / "data"), "OMP_NUM_THREADS": "1"}
+    process = subprocess.run([sys.executable, "-c", KILLED, repr(cases), str(store.folder), str(target.folder)], env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert [line for line in process.stdout.splitlines() if line.rpartition(" ")[0] in KILLS] == [f"{name} {-signal.SIGKILL}" for name in KILLS], process.stdout + process.stderr
+    return folder / "data", store, configs
+
+
+@pytest.fixture(scope="module")
+def undisturbed(killed, target):
+    """undisturbed(threads) -> the drafter folder of a run that nothing happened to, made once."""
+    data, store, _ = killed
+    made = {}
+
+    def make(threads: int) -> Path:
+        if threads not in made:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("EYAS_DATA", str(data))
+                made[threads] = train(config_for(run_name=f"undisturbed-{threads}", epochs=2.0, threads=threads), store, target)
+        return made[threads]
+
+    return make
+
+
+@pytest.mark.parametrize("case", KILLS)
+def test_killed_and_started_again_gives_the_same_run(killed, undisturbed, target, monkeypatch, case):
+    data, store, configs = killed
+    config, (where, at, threads, kept) = configs[case], KILLS[case]
+    monkeypatch.setenv("EYAS_DATA", str(data))
+    checkpoints = config.drafter_dir / "checkpoints"
+    assert [int(path.stem.removeprefix("step-")) for path in sorted(checkpoints.glob("step-*"))] == kept
+    assert not (config.drafter_dir / "drafter.safetensors").exists() and (config.drafter_dir / "best.safetensors").exists() == (at >= ENDS[0])
+    assert len(list(checkpoints.glob(".*.tmp"))) == (where == "while a checkpoint is written")
+    assert pd.read_parquet(config.drafter_dir / "metrics.parquet")["step"].max() == at - (where == "between evaluation and checkpoint")
     steps = []
     train(config, store, target, on_step=lambda done: steps.append(done["step"]))
-    assert 1 < steps[0] <= 7  # it went on, from a checkpoint
-    again = load_drafter(config.drafter_dir, target)
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor), name
-    tables = [pd.read_parquet(data / "runs" / name / "drafter" / "metrics.parquet").drop(columns="seconds") for name in ("whole", "killed")]
-    pd.testing.assert_frame_equal(*tables)
+    assert steps == list(range((kept or [0])[-1] + 1, ENDS[1] + 1))
+    whole = undisturbed(threads)
+    for name in ("drafter.safetensors", "best.safetensors"):
+        ours, theirs = load_file(config.drafter_dir / name), load_file(whole / name)
+        assert ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items()), name
+        ours, theirs = (drafter_record(folder / name) | {"code": ""} for folder in (config.drafter_dir, whole))
+        assert ours == theirs
+    table, undisturbed_table = (pd.read_parquet(folder / "metrics.parquet").drop(columns="seconds") for folder in (config.drafter_dir, whole))
+    pd.testing.assert_frame_equal(table, undisturbed_table)
+    assert not table.duplicated(["step", "split", "draft_step"]).any()
+    assert not list(config.drafter_dir.rglob(".*.tmp"))
     before = (config.drafter_dir / "drafter.safetensors").stat()
     train(config, store, target, on_step=lambda done: pytest.fail("a finished run has nothing left to do"))
     assert (config.drafter_dir / "drafter.safetensors").stat() == before, "its record names the code that trained it, and what was judged since is not older than it"
+
+
+def test_going_on_with_other_parts_is_said(data, store, target, capsys):
+    """Other threads or pass_tok are the same training to rounding: no error, and no silence. A checkpoint that does not name its parts, as once, is taken as it is."""
+    train(config_for(epochs=1.0), store, target)
+    for change, text in (({"threads": 2}, "threads 1, now 2"), ({"pass_tok": 24}, "pass_tok 0, now 24"), ({}, "")):
+        capsys.readouterr()
+        train(config_for(epochs=1.0, **change), store, target)
+        said = [line for line in capsys.readouterr().out.splitlines() if "rounding" in line]
+        assert said == ([f"note: begun with {text}: the same training to rounding, no longer bit for bit"] if text else [])
+    path = max((config_for().drafter_dir / "checkpoints").iterdir())
+    state = torch.load(path, weights_only=True)
+    assert state.pop("parts") == {"threads": 1, "pass_tok": 0, "ranks": 1}
+    torch.save(state, path)
+    train(config_for(epochs=1.0, threads=2), store, target, on_step=lambda done: pytest.fail("it had ended"))
+    assert "rounding" not in capsys.readouterr().out
 
 
 def test_checkpoint_of_something_else_is_refused(data, store, target, tmp_path):
@@ -483,13 +595,53 @@ def test_a_step_without_a_supervised_slot_stops_and_names_its_samples(data, targ
         train(config_for(draft_vocab_size=1, batch_tok=1, epochs=5.0), Store.open(write_store(tmp_path / "some", target)), target)
 
 
-def test_memory_that_runs_out_says_what_to_lower(data, store, target, monkeypatch):
-    def full(*_):
-        raise RuntimeError("[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 123 bytes.")
+ALLOCATOR = RuntimeError("[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 123 bytes.")
 
-    monkeypatch.setattr(eyas.train, "batch_loss", full)
-    with pytest.raises(EyasError, match=r"memory ran out in optimiser step 1: \d+ packed tokens in one pass, draft vocabulary 40, 3 draft steps; .*-p pass_tok 64"):
-        train(config_for(), store, target)
+
+@pytest.mark.parametrize("error", [ALLOCATOR, MemoryError()], ids=["torch", "Python"])
+@pytest.mark.parametrize("where, text", [
+    ("batch_loss", r"memory ran out in optimiser step 1: \d+ packed tokens in one pass, draft vocabulary 40, 3 draft steps; .*-p pass_tok 64"),
+    ("pack", r"memory ran out while the samples of optimiser step 1 were read: 5\d tokens; .*-p batch_tok 64, in another run: -p run_name NAME"),
+    ("walk", r"memory ran out while held-out samples were judged after optimiser step 1: 3\d tokens in one pass, draft vocabulary 40, 1 passes at once; .*-p pass_tok 64 or -p threads 1, which change"),
+])  # fmt: skip
+def test_memory_that_runs_out_says_what_to_lower(data, store, target, monkeypatch, error, where, text):
+    def full(*_):
+        raise error
+
+    monkeypatch.setattr(eyas.train, where, full)
+    with pytest.raises(EyasError, match=text):
+        train(config_for(eval_steps=1), store, target)
+
+
+@pytest.mark.parametrize("error, is_memory", [
+    (ALLOCATOR, True), (MemoryError(), True), (torch.OutOfMemoryError("CUDA out of memory."), True), (RuntimeError("std::bad_alloc"), True),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False), (ValueError("memory"), False), (EyasError("memory"), False),
+])  # fmt: skip
+def test_which_errors_are_taken_for_memory(error, is_memory):
+    with pytest.raises(EyasError if is_memory else type(error), match="found; expected less; next: lower it" if is_memory else re.escape(str(error))):
+        with eyas.train.memory("found", "less", "lower it"):
+            raise error
+
+
+def test_held_out_samples_are_judged_by_pass_tok(data, target, tmp_path):
+    """Five of 12 to 29 tokens: in one pass, or in several of at most 40; what is judged is the same. A sample above the limit has a pass of its own."""
+    store, found = Store.open(write_store(tmp_path / "store", target, n_samples=30)), []
+    lengths = {row.id: int(row.length) for row in store.index[store.index["split"] == "heldout"].itertuples()}
+    for pass_tok in (0, 40, 1):
+        training = Training(config_for(run_name=f"by-{pass_tok}", train_dtype="float32", pass_tok=pass_tok), store, target)
+        groups, judge = [], training._judge
+        training._judge = lambda drafter, keys, groups=groups, judge=judge: groups.append(keys) or judge(drafter, keys)
+        training.step = 1  # with the first weights
+        training.evaluate()
+        training.close()
+        found.append((groups, training.metrics))
+    (whole, first), (several, _), (single, _) = found
+    assert (len(whole), len(single)) == (1, 5) and 1 < len(several) < 5 and all(sum(groups, []) == list(lengths) for groups, _ in found)
+    assert all(sum(map(lengths.get, group)) <= 40 for group in several)
+    exact = ["step", "draft_step", "accuracy", "slots", "tok", "acceptance_length"]
+    for _, table in found[1:]:
+        assert table[exact].equals(first[exact]) and table["loss"].tolist() == pytest.approx(first["loss"].tolist(), rel=1e-6)
 
 
 def test_last_checkpoints_and_the_best_drafter_are_kept_with_their_record(data, store, target):
@@ -507,20 +659,52 @@ def test_last_checkpoints_and_the_best_drafter_are_kept_with_their_record(data, 
     assert judged.iloc[-1] == pytest.approx(walked["accepted"].sum() / walked["verify_steps"].sum() + 1)  # by the walk itself, on the saved drafter
 
 
+def test_the_certificates_hash_is_in_checkpoint_and_drafter(data, store, target):
+    """SHA-256 of its canonical JSON, here by hand. Without a certificate nothing is trained."""
+    with pytest.raises(EyasError, match="the store of run 'tiny' has no parity certificate"):
+        train(config_for(epochs=1.0, without_parity=False), store, target)
+    (store.folder / "parity.json").write_text(json.dumps({"tests": [{"name": "hidden", "ok": True}], "passed": True, "store": store.identity, "samples": ["s1", "s2"]}))
+    folder = train(config_for(epochs=1.0, without_parity=False), store, target)
+    text = f'{{"passed":true,"samples":["s1","s2"],"store":"{store.identity}","tests":[{{"name":"hidden","ok":true}}]}}'
+    expected = {"tiny": hashlib.sha256(text.encode()).hexdigest()}
+    checkpoint = torch.load(max((folder / "checkpoints").iterdir()), weights_only=True)
+    for record in (checkpoint["record"], drafter_record(folder / "drafter.safetensors"), drafter_record(folder / "best.safetensors")):
+        assert record["parity"] == expected
+
+
 def drafter_record(path: Path) -> dict:
     with safe_open(path, framework="pt") as file:
         return json.loads(file.metadata()["drafter"])["record"]
 
 
-def test_stops_early_when_held_out_acceptance_does_not_grow(data, store, target):
-    """A learning rate of nearly nothing: no evaluation is better than the first, and the drafter is that of then."""
-    config = config_for(epochs=20.0, learning_rate=1e-12, patience=2)
+@pytest.mark.parametrize("losses, lengths, evaluations", [
+    ([3.0, 2.0, 1.0, 0.5], [1.5, 1.5, 1.4, 1.9], 3),
+    ([1.0, 2.0, 3.0, 4.0], [1.1, 1.2, 1.3, 1.4], 4),
+    ([3.0, 2.0, 1.0, 0.5], [1.5, 1.4, 1.6, 1.5], 4),
+], ids=["the loss falls, the acceptance does not grow", "the loss rises, and so does the acceptance", "an acceptance that grows again"])  # fmt: skip
+def test_stops_early_by_held_out_acceptance_and_not_by_loss(data, store, target, monkeypatch, losses, lengths, evaluations):
+    """What the judge says at each evaluation is given; patience is 2 evaluations without a longer acceptance."""
+    said, snapshots = iter(zip(losses, lengths)), {}
+
+    def judge(self, drafter, keys):
+        loss, length = next(said)
+        snapshots[self.step] = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+        return Losses(torch.tensor(loss), [loss * 10] * 3, [5] * 3, [10] * 3), 20, pd.DataFrame({"accepted": [round(100 * (length - 1))], "verify_steps": [100]})
+
+    monkeypatch.setattr(Training, "_judge", judge)
+    config = config_for(epochs=4.0, patience=2)
     folder = train(config, store, target)
-    metrics = pd.read_parquet(folder / "metrics.parquet")
-    judged = metrics.dropna(subset="acceptance_length")["step"].unique()
-    assert len(judged) == 3 and metrics["step"].max() == judged[-1] < len(plan(lengths_of(store), 20.0, 64, 0))
-    assert drafter_record(folder / "drafter.safetensors")["steps"] == judged[0]
-    train(config, store, target, on_step=lambda done: pytest.fail("a run that stopped early has nothing left to do"))
+    judged = pd.read_parquet(folder / "metrics.parquet").query("split == 'heldout' and draft_step == 0")
+    assert judged["loss"].tolist() == losses[:evaluations] and judged["acceptance_length"].tolist() == pytest.approx(lengths[:evaluations])
+    stopped = evaluations < 4
+    last = len(plan(lengths_of(store), 4.0, 64, 0))
+    assert (pd.read_parquet(folder / "metrics.parquet")["step"].max() < last) == stopped
+    at = judged["step"].iloc[lengths.index(max(lengths[:evaluations])) if stopped else -1]
+    assert drafter_record(folder / "drafter.safetensors")["steps"] == at
+    for name, tensor in load_file(folder / "drafter.safetensors").items():
+        if name in snapshots[at]:
+            assert torch.equal(tensor, snapshots[at][name]), name
+    train(config, store, target, on_step=lambda done: pytest.fail("a run that has ended has nothing left to do"))
 
 
 def test_metrics_as_event_files(data, store, target):

@@ -75,12 +75,3 @@ def total(values: list[float]) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(tensor)
     return tensor.tolist()
-
-
-def agree(value):
-    """What rank 0 says, on all ranks."""
-    if WORLD == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box)
-    return box[0]

@@ -8,14 +8,16 @@ the whole step, so the step is the same, to rounding, whatever the passes, ranks
 one: a thread for each half of the slots is what uses two cores.) The samples of the next step are read and packed while this one is computed.
 
 Files in the run's drafter folder, each whole or absent:
-  checkpoints/step-*.pt   the last few; resume gives bit for bit the weights of an undisturbed run on a CPU. Nothing random happens after the weights are
-                          initialised but the order of the samples, so the step number is all the state that the order needs
+  checkpoints/step-*.pt   the last few; resume gives bit for bit the weights of an undisturbed run on a CPU, to rounding where it goes on with other threads,
+                          pass_tok or ranks. Nothing random happens after the weights are initialised but the order of the samples, so the step number
+                          is all the state that the order needs
   best.safetensors        the drafter with the longest held-out acceptance so far (`eyas.walk` over the stored held-out states)
   drafter.safetensors     at the end: the last weights, or the best where `patience` ended the run early
   metrics.parquet         tidy, COLUMNS, every few seconds;  tensorboard/: the same as event files
 Checkpoints and drafters carry their record: data and settings, parity certificate, code version.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -47,6 +49,7 @@ from eyas.walk import walk
 
 CLIP_NORM = 1.0
 METRICS_S = 5.0  # how often the metrics are written anew
+JUDGED = 8  # held-out samples of one pass, at most
 RECENT = 50  # batches that a loss is compared with, to call it a spike
 COLUMNS = ["step", "epoch", "split", "draft_step", "loss", "accuracy", "slots", "tok", "seconds", "acceptance_length"]
 SETTINGS = ("seed", "boundaries", "draft_vocab_size", "draft_steps", "step_decay", "epochs", "batch_tok", "learning_rate", "warmup_ratio", "train_dtype",
@@ -105,6 +108,17 @@ def share(weights: list[torch.Tensor], n: int) -> list[list[torch.Tensor]]:
     return groups
 
 
+@contextlib.contextmanager
+def memory(found: str, expected: str, next_command: str):
+    """Where memory ends in here, an EyasError of these parts says so."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not re.search("can't allocate memory|not enough memory|bad_alloc|ALLOC_FAILED", str(error)):
+            raise
+        raise EyasError(found, expected, next_command) from None
+
+
 class Size(NamedTuple):
     """Of a sample: active slots, supervised ones by draft step, and packed rows."""
 
@@ -158,6 +172,7 @@ class Training:
             raise EyasError(f"the loss mask of {len(unmasked)} samples is zero everywhere: {', '.join(unmasked[:3])}", "supervised tokens in each", "python -m eyas verify --repair")
         self.device = torch.device(config.device, ranks.LOCAL_RANK) if config.device == "cuda" else torch.device("cpu")
         self.threads = config.threads if self.device.type == "cpu" and ranks.WORLD == 1 else 1  # that share a step
+        self.parts = {"threads": self.threads, "pass_tok": config.pass_tok, "ranks": ranks.WORLD}  # what a step is cut into: other parts, other rounding
         self.dtype, self.loss, self.weights = getattr(torch, config.train_dtype), get_loss(config.loss), step_weights(config.draft_steps, config.step_decay)
         self.boundaries = tuple(sorted({*config.boundaries, target.n_blocks}))
         self.lengths, self.heldout = self.data.lengths("train") | self.data.lengths("heldout"), self.data.samples("heldout")
@@ -242,20 +257,18 @@ class Training:
 
     def optimise(self) -> dict:
         """One optimiser step; gives counts for the progress line. EyasError where loss or gradient is not finite, where the loss jumps, or where memory ends."""
-        started_s = time.perf_counter()
-        work = self._take()
-        try:
+        started_s, step, n_read = time.perf_counter(), self.step + 1, sum(self.lengths[id] for id in self.steps[self.step][1])
+        with memory(f"memory ran out while the samples of optimiser step {step} were read: {n_read:,} tokens", "steps of which two fit: one is read while another is computed",
+                    f"-p batch_tok {max(64, n_read // 2)}, in another run: -p run_name NAME"):  # fmt: skip
+            work = self._take()
+        n = max(len(batch.tokens) for batch, _ in work.passes)
+        with memory(f"memory ran out in optimiser step {step}: {n:,} packed tokens in one pass, draft vocabulary {self.config.draft_vocab_size:,}, {self.config.draft_steps} draft steps",
+                    "passes that fit", f"-p pass_tok {max(64, n // 2)}, which changes no result; then a smaller draft_vocab_size or draft_steps"):  # fmt: skip
             sums, tok = self._passes(work)
             norm = torch.linalg.vector_norm(torch.stack(self._each(lambda weights: ranks.whole(nn.utils.get_total_norm([p.grad for p in weights])), self.shares)))
             loss = sum(weight * part / max(n, 1) for weight, part, n in zip(self.weights, sums[0], work.counts))
             self._check(work, loss, norm)
             self._each(self._update, self.optimizers, [norm] * len(self.optimizers))
-        except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError) and not re.search("can't allocate memory|not enough memory", str(error)):
-                raise
-            n = max(len(batch.tokens) for batch, _ in work.passes)
-            raise EyasError(f"memory ran out in optimiser step {self.step + 1}: {n:,} packed tokens in one pass, draft vocabulary {self.config.draft_vocab_size:,}, {self.config.draft_steps} draft steps",
-                            "passes that fit", f"-p pass_tok {max(64, n // 2)}, which changes no result; then a smaller draft_vocab_size or draft_steps") from None
         for p in self.trained.values():
             p.grad = None
         self.step += 1
@@ -335,22 +348,40 @@ class Training:
     # ---- held-out samples
 
     def evaluate(self) -> bool:
-        """Loss, accuracy and acceptance on the held-out samples, added to the metrics; the best drafter is kept. Is it time to stop?"""
-        drafter, stop = self._whole_drafter(), False
-        if self.heldout and ranks.RANK == 0:
-            started_s, k = time.perf_counter(), self.config.draft_steps
-            judged = self._each(lambda ids: self._judge(drafter, ids), [self.heldout[start : start + 8] for start in range(0, len(self.heldout), 8)])
-            sums = [[sum(column) for column in zip(*parts)] for parts in zip(*((losses.loss, losses.hits, losses.slots) for losses, _, _ in judged))]
-            tok, counts = sum(tok for _, tok, _ in judged), pd.concat(counts for _, _, counts in judged)
-            length = float(counts["accepted"].sum() / counts["verify_steps"].sum() + 1)
-            self._note(self.steps[self.step - 1][0], "heldout", *sums, tok, time.perf_counter() - started_s, length)
-            if length > self.best:
-                self.best, self.worse = length, 0
+        """Loss, accuracy and acceptance on the held-out samples, each judged by one rank, added to the metrics; the best drafter is kept. Is it time to stop?
+
+        EyasError where memory ends."""
+        drafter, k = self._whole_drafter(), self.config.draft_steps
+        if not self.heldout:
+            return False
+        started_s, groups = time.perf_counter(), self._heldout_groups()
+        most = max((sum(self.lengths[key] for key in keys) for keys in groups), default=0)
+        with memory(f"memory ran out while held-out samples were judged after optimiser step {self.step}: {most:,} tokens in one pass, draft vocabulary {self.config.draft_vocab_size:,}, "
+                    f"{self.threads} passes at once", "passes that fit", f"-p pass_tok {max(64, most // 2)} or -p threads 1, which change no result; then a smaller draft_vocab_size"):  # fmt: skip
+            judged = self._each(lambda keys: self._judge(drafter, keys), groups)
+        rows = ((*losses.loss, *losses.hits, *losses.slots, tok, int(counts["accepted"].sum()), int(counts["verify_steps"].sum())) for losses, tok, counts in judged)
+        *flat, tok, accepted, verify_steps = ranks.total([sum(column) for column in zip([0.0] * (3 * k + 3), *rows)])
+        length = accepted / verify_steps + 1 if verify_steps else math.nan
+        self._note(self.steps[self.step - 1][0], "heldout", flat[:k], flat[k : 2 * k], flat[2 * k :], int(tok), time.perf_counter() - started_s, length)
+        if length > self.best:
+            self.best, self.worse = length, 0
+            if ranks.RANK == 0:
                 save_drafter(drafter, self.config.drafter_dir, self.record | {"steps": self.step, "heldout_acceptance_length": length}, "best.safetensors")
+        else:
+            self.worse += 1
+        return 0 < self.config.patience <= self.worse  # sums of whole numbers: every rank says the same
+
+    def _heldout_groups(self) -> list[list[str]]:
+        """This rank's held-out samples, those of a group being judged in one pass: JUDGED or fewer, of at most `pass_tok` tokens (or one longer sample)."""
+        groups, size, most = [], 0, self.config.pass_tok or math.inf
+        for key in self.heldout[ranks.RANK :: ranks.WORLD]:
+            if groups and len(groups[-1]) < JUDGED and size + self.lengths[key] <= most:
+                groups[-1].append(key)
+                size += self.lengths[key]
             else:
-                self.worse += 1
-            stop = 0 < self.config.patience <= self.worse
-        return ranks.agree(stop)
+                groups.append([key])
+                size = self.lengths[key]
+        return groups
 
     @torch.no_grad()
     def _judge(self, drafter: Drafter, keys: list[str]) -> tuple[Losses, int, pd.DataFrame]:
@@ -407,7 +438,7 @@ class Training:
         if ranks.RANK:
             return
         self.write_metrics()
-        state = {"identity": self.identity, "record": self.record, "step": self.step, "rows": self.rows, "recent": self.recent, "best": self.best, "worse": self.worse,
+        state = {"identity": self.identity, "record": self.record, "parts": self.parts, "step": self.step, "rows": self.rows, "recent": self.recent, "best": self.best, "worse": self.worse,
                  "weights": weights, "optimizer": moments}  # fmt: skip
         write_atomic(self._checkpoint(self.step), lambda path: torch.save(state, path))
         for old in self._checkpoints()[: -self.config.keep_checkpoints]:
@@ -420,7 +451,12 @@ class Training:
         return sorted((self.config.drafter_dir / "checkpoints").glob("step-*.pt"))
 
     def resume(self) -> None:
-        """Go on at the last checkpoint, if there is one. EyasError: a torn one; one of another drafter shape, store or settings."""
+        """Go on at the last checkpoint, if there is one: bit for bit as if nothing had been, with the same threads, pass_tok and ranks; with others to rounding, which a note says.
+
+        What a killed process has not written to its end is removed. EyasError: a torn checkpoint; one of another drafter shape, store or settings."""
+        if ranks.RANK == 0:
+            for stale in self.config.drafter_dir.rglob(".*.tmp"):
+                stale.unlink(missing_ok=True)
         if not (found := self._checkpoints()):
             return
         path = found[-1]
@@ -438,6 +474,9 @@ class Training:
                 raise EyasError(f"the checkpoint of run {self.config.run_name!r} is of another {what}{fields}", "the same", again)
         if state["record"]["code"] != self.record["code"] and ranks.RANK == 0:
             print(f"note: begun with code {state['record']['code']}, going on with {self.record['code']}")
+        if (parts := state.get("parts", self.parts)) != self.parts and ranks.RANK == 0:  # checkpoints had none once
+            changed = ", ".join(f"{name} {parts[name]}, now {now}" for name, now in self.parts.items() if parts[name] != now)
+            print(f"note: begun with {changed}: the same training to rounding, no longer bit for bit")
         names = {p: name for name, p in self.trained.items()}
         with torch.no_grad():
             for optimizer, weights in zip(self.optimizers, self.shares):
