@@ -54,6 +54,7 @@ MARKS = {
 LONG = {  # commands of `bash long` blocks, and `make`: why they are not run, and what is
     "make demo": "20 minutes; tests/test_notebooks.py runs the same notebooks with the smoke profile",
     "make test": "it is what runs this",
+    "make doctor": "it makes .venv first; tests/test_doctor.py runs what it calls",
     "make lab": "it stays; tests/test_setup.py looks at the rules of the Makefile",
     "make report P=reference": "an hour; as make demo",
     "make report P=layers": "35 minutes; tests/test_sweep.py runs a small sweep",
