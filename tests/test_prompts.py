@@ -282,6 +282,7 @@ def test_prompt_and_answer_are_never_merged(tokenizer):
     (THINKS, "", ("Hi", "<think>\nHm.\n\n</think>\nHello!"), "stop"),  # other line breaks than the template's
     (THINKS, "", ("Hi", "<think>\nHm"), "length"),  # cut within the thoughts: the template puts an empty pair before them
     (THINKS, "", ("Hi", "<think>\nHm.\n</think>\n\nHello!", "And?", "<think>\nWell.\n</think>\n\nSo."), "stop"),
+    (THINKS, "", ("Hi", "Hello!", "And?", "<think>\nWell.\n</think>\n\nSo."), "stop"),  # the first answer stands there as it is, and is none of a thinking model
     (THINKS, '{"enable_thinking": false}', ("Hi", "Hello!"), "stop"),
     (THINKS, '{"enable_thinking": false}', ("Hi", "Hello!", "And?", "So"), "length"),
     (OPENS, "", ("Hi", "Hm.</think>Hello!"), "stop"),
