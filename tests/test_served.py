@@ -308,7 +308,7 @@ def test_the_page_of_a_drafter_that_sglang_cannot_serve(world, tmp_path, monkeyp
         check_or_reason(dataclasses.replace(run, decode_new_tok=7), target, drafter, prompts)
 
 
-def test_the_offline_column_is_of_the_same_prompts(world, monkeypatch):
+def test_the_offline_column_is_of_the_same_prompts(world):
     """The three columns stand on the prompts that the server answered: the estimate is offline.json's where that is of all of them, and a part of it where the server answers a part."""
     config, target, drafter, prompts = world
     run = dataclasses.replace(config, run_name="stored", drafter_run="x")
@@ -323,8 +323,11 @@ def test_the_offline_column_is_of_the_same_prompts(world, monkeypatch):
     assert [side["name"] for side in found] == ["offline estimate, 4 of these prompts", "our decoding, 6 prompts", "the server, 6 prompts"]
     assert found[0]["acceptance_length"] == offline["greedy"]["offline"] and len(found[0]["survival"]) == STEPS
     few = dataclasses.replace(run, serve_prompts=2)
-    assert walked_prompts(few, drafter, store, prompts)["counts"] == {"prompts": 2}
-    assert sides(walked, served | {"counts": {"prompts": 2}}, walked_prompts(few, drafter, store, prompts))[0]["name"] == "offline estimate, 2 prompts"
+    two = walked_prompts(few, drafter, store, prompts)
+    shown = sides(walked, served | {"counts": {"prompts": 2}}, two)[0]
+    assert two["counts"] == {"prompts": 2} and shown["name"] == "offline estimate, 2 prompts" and shown["survival"] == [p["survival"] for p in two["by_position"]]
+    assert shown["acceptance_length"] == against_decoding(few, target, drafter, store, prompts, dataclasses.replace(acceptance, prompts=acceptance.prompts[:2], traces={
+        "float32": {name: traces[:2] for name, traces in acceptance.traces["float32"].items()}}))["greedy"]["offline"] != walked["acceptance_length"]  # fmt: skip
     assert walked_prompts(run, drafter, store, prompts[4:]) is None and walked_prompts(dataclasses.replace(run, temperature=1.0), drafter, store, prompts) is None
     assert sides(walked, served)[0]["name"] == "offline estimate, 4 samples" and sides(walked, served)[0]["acceptance_length"] == walked["acceptance_length"]
 

@@ -672,6 +672,6 @@ def plot_throughput(ratios: list[dict], ax: Axes | None = None) -> Axes:
         for i, value in enumerate(values):
             ax.annotate(f"{value:.2f}", (i, value), xytext=(9, 0), textcoords="offset points", va="center")
         ax.set_xticks(range(len(values)), [row["parallel"] for row in ratios])
-        ax.set(xlabel="requests at a time", ylabel="times as many tokens per second", title="The server with the drafter against the server without it", xlim=(-0.5, len(values) - 0.5))
+        ax.set(xlabel="requests at a time", ylabel="times the tokens per second", title="The server with the drafter against the server without it", xlim=(-0.5, len(values) - 0.5))
         ax.set_ylim(bottom=0)
     return ax
