@@ -430,7 +430,7 @@ def test_headline_is_copied_to_the_index(tmp_path, monkeypatch, differing):
     check = {"prompts": 24, "differing": differing, "ties": 0, "not_ties": differing, "differences": []}
     write_json(config.acceptance_dir / "acceptance.json", {
         "settings": {"target": "SmolLM2-135M-Instruct", "boundaries": [2, 15, 27]}, "counts": {"prompts": 24},
-        "acceptance_length": interval(1.6234, 1.512, 1.741), "speed_ratio": interval(1.214, 1.109, 1.333),
+        "acceptance_length": interval(1.6234, 1.512, 1.741), "prompt_lookup": {"acceptance_length": interval(1.4321, 1.31, 1.58)}, "speed_ratio": interval(1.214, 1.109, 1.333),
         "speed_ratio_bfloat16": interval(1.302, 1.2, 1.4), "repeated_bigrams": interval(0.091, 0.08, 0.1),
         "outside_vocab": interval(0.05, 0.04, 0.06), "identical_to_greedy": {"float32": check, "bfloat16": check | {"prompts": 8, "differing": 3, "ties": 3}},
     })
@@ -441,7 +441,7 @@ def test_headline_is_copied_to_the_index(tmp_path, monkeypatch, differing):
     assert record["headline"]["acceptance_length"] == {"value": 1.6234, "low": 1.512, "high": 1.741, "prompts": 24}
     assert record["headline"]["offline_estimate"] == {"value": 1.598, "low": 1.52, "high": 1.68, "prompts": 48}
     index = (tmp_path / "reports" / "index.html").read_text()
-    for text in ("<b>1.62</b>", "95 % interval 1.51 to 1.74; 24 prompts", "<b>1.60</b>", "95 % interval 1.52 to 1.68; 48 prompts", "<b>1.21</b>",
+    for text in ("<b>1.62</b>", "95 % interval 1.51 to 1.74; 24 prompts", "<b>1.43</b>", "95 % interval 1.31 to 1.58; 24 prompts", "<b>1.60</b>", "95 % interval 1.52 to 1.68; 48 prompts", "<b>1.21</b>",
                  "boundaries 2, 15, 27", "1,000 training conversations", "passed (4 tests, 12 samples)", "9.1% of the decoded bigrams", "3 of 8 outputs differ from greedy, 3 of them at a tie; speed ratio 1.30, 95 % interval 1.20 to 1.40"):
         assert text in index, text
     answer = "Serve it: 1.30 times" if differing == 0 else "Don&#x27;t serve it: its output is not"

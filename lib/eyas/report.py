@@ -148,6 +148,7 @@ def headline(config: Config) -> dict | None:
         "data": _data_sentence(config),
         "parity": _parity_sentence(config),
         "acceptance_length": block(found, "acceptance_length", counts["prompts"]),
+        "prompt_lookup": block(found["prompt_lookup"], "acceptance_length", counts["prompts"]) if found.get("prompt_lookup") else None,
         "offline_estimate": block(walked, "acceptance_length", walked["counts"]["samples"]) if walked else None,
         "served": served["headline"] | {"dtype": served["settings"]["dtype"], "verdict": served["verdict"]} if served else None,
         "not_served": refused["reason"] if refused else None,

@@ -28,6 +28,7 @@ class Measure:
 
 MEASURES = (
     Measure("acceptance_length", "Acceptance length", "tokens per verify step, bonus token included", DECODING),
+    Measure("prompt_lookup", "Without a drafter", "acceptance length of prompt-lookup n-grams, which cost nothing, over the same texts", DECODING),
     Measure("offline_estimate", "Offline estimate", "acceptance length from stored states", ("target", "prompt_set", "max_length", "speculative_num_steps")),
     Measure("served", "Served", "acceptance length that the server itself reports", DECODING),
     Measure("served_throughput", "Served throughput", "times the tokens per second of the same server without a drafter, at the fewest requests at a time", DECODING + MACHINE),
