@@ -25,6 +25,7 @@ from tiny import make_tiny_target
 
 from eyas.config import Config
 from eyas.decode import EagleDraft, speculative_decode
+from eyas.doctor import check_family
 from eyas.drafter import DraftCache, DrafterConfig, initial_drafter, load_drafter
 from eyas.errors import EyasError
 from eyas.export import architecture, export_sglang
@@ -180,6 +181,7 @@ def test_the_plugin_hooks_the_blocks_at_which_sglang_captures(architecture):
     if architecture == "Qwen3NextForCausalLM":  # its linear blocks take the batch among **kwargs
         linear = find_method("qwen3_next", "Qwen3HybridLinearDecoderLayer", "forward")
         assert found.block is None and linear.args.kwarg and "forward_batch" not in [a.arg for a in linear.args.args]
+        assert any(c.ok is False and "no blocks with a stage boundary whose forward names hidden_states and forward_batch" in c.detail for c in check_family(architecture))
         return
     stack, block = (file_of(file, found.stack), found.stack), (file_of(file, found.block), found.block)
     assert found.block in ast.unparse(find_method(*stack, "__init__"))
