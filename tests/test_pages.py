@@ -75,7 +75,9 @@ def test_numbers_are_those_of_run_json():
         for said in (headline["data"], headline["parity"], run["command"], run["git"]["commit"][:12], run["versions"]["sglang"], "held-out prompts"):
             assert said in part
     assert f"{headline['identical_prompts']} of {headline['decoded_prompts']} prompts" in text
-    assert summary.sentence(run) in text and "<svg" in sent and "prefill included" in summary.sentence(run)
+    assert summary.sentence(run) in text and "<svg" in sent
+    for at in headline["served_throughput"]["at"]:
+        assert f"{at['value']:.2f}" in summary.sentence(run) and f"95 % interval {at['low']:.2f} to {at['high']:.2f}" in summary.sentence(run)
     assert not re.search(r"(?:src|href)=", re.sub(r"<style>.*?</style>", "", sent, flags=re.S)), "a file to send has no links to others"
 
 
