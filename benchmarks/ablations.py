@@ -25,7 +25,7 @@ from eyas.drafter import load_drafter
 from eyas.files import ROOT, code_version, read_json, sha256_json, write_json
 from eyas.intervals import difference_interval, interval_text, ratio_interval
 from eyas.store import Store
-from eyas.target import load_target
+from eyas.target import target_of
 from eyas.train import SETTINGS, train
 from eyas.walk import walk
 
@@ -105,7 +105,7 @@ def main() -> None:
 def result(out: Path, values: dict, settings: dict, seed: int, ids: list[str]) -> pd.DataFrame:
     """Counts of the walk, one row a held-out sample: from its file, or by training in a data folder that is thrown away."""
     config = Config.create(**(values | {"epochs": 1.0, "seed": seed, "without_parity": True} | {k: v for k, v in settings.items() if k != "store_run"}))
-    store, target = Store.open(config.store_dir_of(settings.get("store_run", config.run_name))), load_target(config.target)
+    store, target = Store.open(config.store_dir_of(settings.get("store_run", config.run_name))), target_of(config)
     described = {"data": store.identity, "ids": sha256_json(sorted(ids)), "draft_length": DRAFT_LENGTH, "settings": {k: str(getattr(config, k)) for k in SETTINGS}}
     path = out / f"{sha256_json(described)[:24]}.json"
     if path.is_file():

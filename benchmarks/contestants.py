@@ -21,12 +21,12 @@ from eyas.config import Config
 from eyas.drafter import Drafter, DrafterConfig
 from eyas.formats import export_store
 from eyas.store import Store
-from eyas.target import Target, load_target
+from eyas.target import Target, load_target, target_of
 from eyas.train import plan, train
 from eyas.vocab import DraftVocab, choose_vocab, count_tokens
 
 sys.path.insert(0, str(Path(__file__).parent))
-from peers import Commands, memory_bytes
+from peers import Commands, memory_bytes, status_bytes
 
 HERE = Path(__file__).parent
 PEERS = {  # name -> variable, what pip installs
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def load(args, **defaults) -> tuple[Config, Store, Target]:
     """The run's configuration (defaults, then what was given with -p), its store and its target."""
     config = Config.load(args.profile, **(defaults | dict(args.p) | {"threads": args.threads, "without_parity": True}))
-    target = load_target(config.target)
+    target = target_of(config)
     return dataclasses.replace(config, target=str(target.folder)), Store.open(config.store_dir), target
 
 
@@ -161,7 +161,7 @@ def main() -> None:
         nonlocal clock, left, losses, watching
         while command := commands.next():
             if "memory" in command:
-                commands.answer(base=base, held=0, peak=memory_bytes("VmHWM"))
+                commands.answer(base=base, held=0, peak=team_peak_bytes())
                 continue
             left, losses = command["steps"], []
             watching = {"profile": Profile, "flops": Flops}[command["watch"]]() if "watch" in command else None
@@ -186,8 +186,17 @@ def main() -> None:
         pass
 
 
+def team_peak_bytes() -> int:
+    """This process's largest resident set, and of each process that shares its steps the largest too, without the pages that others have mapped as well. Their peaks may be at different moments."""
+    total = memory_bytes("VmHWM")
+    for pid in Path("/proc/self/task", str(os.getpid()), "children").read_text().split():
+        rollup = Path("/proc", pid, "smaps_rollup").read_text()
+        total += status_bytes(Path("/proc", pid, "status").read_text(), "VmHWM") - sum(status_bytes(rollup, name) for name in ("Shared_Clean", "Shared_Dirty"))
+    return total
+
+
 class Profile:
-    """Seconds of each operator by itself; `found` ends it."""
+    """Seconds of each operator by itself, in the first process; `found` ends it."""
 
     def __init__(self):
         self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
@@ -199,7 +208,7 @@ class Profile:
 
 
 class Flops:
-    """Floating-point operations of the matrix products, forward and backward; `found` ends it."""
+    """Floating-point operations of the matrix products, forward and backward, in the first process; `found` ends it."""
 
     def __init__(self):
         from torch.utils.flop_counter import FlopCounterMode

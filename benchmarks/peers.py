@@ -38,8 +38,11 @@ class Commands:
 
 def memory_bytes(field: str) -> int:
     """Of this process, from /proc: "VmHWM" its largest resident set so far, "VmRSS" the one now. (ru_maxrss begins with the parent's.)"""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
+    return status_bytes(Path("/proc/self/status").read_text(), field)
+
+
+def status_bytes(text: str, field: str) -> int:
+    return int(next(line for line in text.splitlines() if line.startswith(field)).split()[1]) * 1024
 
 
 def weight(target: str, *endings: str):

@@ -24,7 +24,7 @@ from eyas.intervals import interval_text, ratio_interval
 from eyas.progress import Progress
 from eyas.serve import serving_up
 from eyas.served import THROUGHPUT, Asker, throughput_of
-from eyas.target import load_target
+from eyas.target import target_of
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
     args = parser.parse_args()
     config = Config.load(args.profile, **dict(args.p))
     config = dataclasses.replace(config, port=0, decode_prompts=args.prompts)
-    target = load_target(config.target, config.trust_remote_code)
+    target = target_of(config)
     prompts = eval_prompts(config, target)
     with tempfile.TemporaryDirectory(prefix="eyas-") as folder:
         export = export_sglang(load_drafter(config.judged.drafter_dir, target), target, Path(folder) / "export")

@@ -3,7 +3,7 @@
 15 minutes on 2 cores, nothing else running, from the store of `make report P=reference`; EYAS_PEER_SPECFORGE and EYAS_PEER_SPECULATORS as contestants.py says.
 
 All train a drafter of the same sizes on the same samples, the same ones in each optimiser step, each in its own process with the same threads, in turns of a few steps,
-so that noise hits all alike. Each peer first tries its own options on a few steps and keeps the faster. A step is everything from samples to changed weights; ours also
+so that noise hits all alike; ours has a process for each thread, whose memory counts as one. Each peer first tries its own options on a few steps and keeps the faster. A step is everything from samples to changed weights; ours also
 reads its samples from the store, while the peers' wait in memory, as their own readers gave them, and their step begins with their own collator.
 Then: where our time goes, and how far it is from what the machine's matrix products would allow.
 """
@@ -100,7 +100,8 @@ def race(data: Data, kinds: list[str], dtype: str, args) -> dict:
             seconds[kind].append(contestants[kind].ask(steps=args.steps)["seconds"])
     taken = data.steps(0)[args.warm : args.warm + args.rounds * args.steps]
     memory = {kind: contestant.ask(memory=True) for kind, contestant in contestants.items()}
-    profile, flops = contestants["ours"].ask(steps=args.steps, watch="profile"), contestants["ours"].ask(steps=args.steps, watch="flops")["flops"]
+    profile = contestants["ours"].ask(steps=args.steps, watch="profile")
+    flops = contestants["ours"].ask(steps=args.steps, watch="flops")["flops"] * args.threads  # counted in the first process; all have the same number of slots
     for contestant in contestants.values():
         contestant.__exit__()
     return {
@@ -158,14 +159,11 @@ def print_race(dtype: str, found: dict) -> None:
 def print_time(dtype: str, found: dict, steps: int) -> None:
     """Of the profiled steps, the operators' own seconds by part; of the rounds, the distance from the matrix products' bound."""
     operators, wall_s = found["profile"]["operators"], found["profile"]["seconds"]
-    print(f"\n{dtype}: where our {1000 * wall_s / steps:,.0f} ms a step go (with the profiler on)\n\n| part | share | its largest |\n|---|---|---|")
+    print(f"\n{dtype}: where our {1000 * wall_s / steps:,.0f} ms a step go (with the profiler on, the first process)\n\n| part | share | its largest |\n|---|---|---|")
     for part, (part_s, largest) in by_part(operators).items():
         print(f"| {part} | {part_s / wall_s:.0%} | {', '.join(f'{name} {s / wall_s:.0%}' for name, s in largest)} |")
-    print(f"| outside of operators: the store, Python | {1 - sum(s for s, _ in operators.values()) / wall_s:.0%} | |")
+    print(f"| outside of operators: Python, waiting for the other process | {1 - sum(s for s, _ in operators.values()) / wall_s:.0%} | |")
     step_s, gflop, gflops = statistics.mean(found["seconds"]["ours"]) / steps, found["flops"] / steps / 1e9, statistics.median(found["gflops"])
-    if not gflop:
-        print(f"\n{dtype}: torch counts the operations of its main thread alone; the distance from the bound is shown with --threads 1")
-        return
     bound_s = gflop / gflops
     print(f"\n{dtype}: {gflop:,.1f} GFLOP a step in matrix products, {gflops:,.0f} GFLOPS in large {dtype} products here: "
           f"{1000 * bound_s:,.0f} ms of the {1000 * step_s:,.0f} ms that a step takes ({bound_s / step_s:.0%} of the bound)")

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -204,15 +205,18 @@ def test_attention_without_the_fused_kernel_is_the_same(monkeypatch):
         torch.testing.assert_close(plain[-1][name], grad, rtol=0, atol=1e-9, msg=name)
 
 
-def test_parts_have_equal_shares_of_the_active_slots():
-    """Five samples, one of them twice as a mix of stores can have it: every slot in one part, and as many in each."""
-    sizes = [("a", 5), ("b", 11), ("a", 5), ("c", 1), ("d", 8)]
-    for n in (1, 2, 3, 7):
-        parts = deal(sizes, n)
-        assert max(shares := [sum(share.stop - share.start for _, share in part) for part in parts]) - min(shares) <= 1 and len(parts) == n
-        slots = [(id, slot) for part in parts for id, share in part for slot in range(share.start, share.stop)]
-        assert sorted(slots) == sorted((id, slot) for id, size in sizes for slot in range(size))
-    assert deal([("a", 1)], 2)[0] == [] or deal([("a", 1)], 2)[1] == []
+def test_parts_have_equal_shares_of_the_work():
+    """Five samples, one of them twice as a mix of stores can have it: every slot in one part, and each part's work the same, give or take the slots where it begins and ends."""
+    sizes = [("a", 5, 40), ("b", 11, 12), ("a", 5, 40), ("c", 1, 30), ("d", 8, 9), ("e", 0, 7)]
+    for slot_rows in (1, 12):
+        work = {id: slot_rows + rows / active for id, active, rows in sizes if active}
+        for n in (1, 2, 3, 7):
+            parts = deal(sizes, n, slot_rows)
+            slots = [(id, slot) for part in parts for id, share in part for slot in range(share.start, share.stop)]
+            assert sorted(slots) == sorted((id, slot) for id, active, _ in sizes for slot in range(active)) and len(parts) == n
+            of_parts = [sum(work[id] * (share.stop - share.start) for id, share in part) for part in parts]
+            assert all(abs(found - sum(of_parts) / n) <= max(work.values()) for found in of_parts)
+    assert deal([("a", 1, 9)], 2, 12)[0] == [] or deal([("a", 1, 9)], 2, 12)[1] == []
 
 
 @pytest.mark.parametrize("n_steps", [1, 3])
@@ -335,7 +339,7 @@ from eyas.store import Store
 from eyas.target import load_target
 from eyas.train import Training, train
 judge, judged = Training._judge, []
-Training._judge = lambda self, drafter, keys: judged.extend(keys) or judge(self, drafter, keys)
+Training._judge = lambda self, keys: judged.extend(keys) or judge(self, keys)
 train(Config.create(**eval(sys.argv[1])), Store.open(sys.argv[2]), load_target(sys.argv[3]))
 Path(sys.argv[4], f"judged-{ranks.RANK}").write_text(" ".join(judged))
 """
@@ -553,16 +557,35 @@ def test_bad_input_gets_one_line(data, store, target, tmp_path):
         train(config_for(), store, other)
 
 
-def test_a_loss_that_is_not_finite_stops_and_names_the_sample(data, target, tmp_path):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_loss_that_is_not_finite_stops_and_names_the_sample(data, target, tmp_path, threads):
     store = Store.open(write_store(tmp_path / "bad", target, bad="s3"))
     with pytest.raises(EyasError, match=r"optimiser step \d+ is not finite; samples s3;"):
-        train(config_for(), store, target)
+        train(config_for(threads=threads), store, target)
     assert not (config_for().drafter_dir / "drafter.safetensors").exists()
+
+
+def test_a_process_that_is_killed_ends_the_run_and_the_same_command_goes_on(data, store, target):
+    """As the system kills one that takes too much memory: no half of a step is learned, and none is left over."""
+    def kill(done):
+        if done["step"] == 7:
+            (other,) = multiprocessing.active_children()
+            os.kill(other.pid, signal.SIGKILL)
+
+    config = config_for(run_name="other-killed", threads=2, checkpoint_steps=2)
+    with pytest.raises(EyasError, match="a process that shares the training was killed.*the same command, which goes on at the last checkpoint"):
+        train(config, store, target, on_step=kill)
+    assert not multiprocessing.active_children()
+    steps = []
+    again = load_file(train(config, store, target, on_step=lambda done: steps.append(done["step"])) / "drafter.safetensors")
+    whole = load_file(train(config_for(run_name="whole", threads=2, checkpoint_steps=2), store, target) / "drafter.safetensors")
+    assert steps[0] == 7 and all(torch.equal(tensor, again[name]) for name, tensor in whole.items())
 
 
 def test_a_loss_that_jumps_stops_and_names_the_sample(data, store, target):
     """At step 30 the head is thirty times as sure of itself, and mostly wrong."""
     training = Training(config_for(epochs=30.0), store, target)
+    training.begin()
     for _ in range(29):
         training.optimise()
     with torch.no_grad():
@@ -575,6 +598,7 @@ def test_a_loss_that_jumps_stops_and_names_the_sample(data, store, target):
     assert all(torch.equal(weights[name], p) for name, p in training.trained.items())  # nothing of it was learned
     training.close()
     calm = Training(config_for(epochs=30.0, spike_ratio=0.0), store, target)
+    calm.begin()
     for _ in range(29):
         calm.optimise()
     with torch.no_grad():
@@ -631,7 +655,8 @@ def test_held_out_samples_are_judged_by_pass_tok(data, target, tmp_path):
     for pass_tok in (0, 40, 1):
         training = Training(config_for(run_name=f"by-{pass_tok}", train_dtype="float32", pass_tok=pass_tok), store, target)
         groups, judge = [], training._judge
-        training._judge = lambda drafter, keys, groups=groups, judge=judge: groups.append(keys) or judge(drafter, keys)
+        training._judge = lambda keys, groups=groups, judge=judge: groups.append(keys) or judge(keys)
+        training.begin()
         training.step = 1  # with the first weights
         training.evaluate()
         training.close()
@@ -686,9 +711,9 @@ def test_stops_early_by_held_out_acceptance_and_not_by_loss(data, store, target,
     """What the judge says at each evaluation is given; patience is 2 evaluations without a longer acceptance."""
     said, snapshots = iter(zip(losses, lengths)), {}
 
-    def judge(self, drafter, keys):
+    def judge(self, keys):
         loss, length = next(said)
-        snapshots[self.step] = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+        snapshots[self.step] = {name: tensor.clone() for name, tensor in self.whole.state_dict().items()}
         return Losses(torch.tensor(loss), [loss * 10] * 3, [5] * 3, [10] * 3), 20, pd.DataFrame({"accepted": [round(100 * (length - 1))], "verify_steps": [100]})
 
     monkeypatch.setattr(Training, "_judge", judge)

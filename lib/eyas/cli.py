@@ -85,13 +85,13 @@ def _prompts_generate(args) -> int:
     from eyas.progress import Progress
     from eyas.prompts import generate_responses, load_prompts
     from eyas.serve import need_server
-    from eyas.target import load_target
+    from eyas.target import target_of
 
     config = _config(args)
     if not config.generate_responses and not config.prompt_path.is_file() and "*" in config.prompt_path.name:
         raise EyasError(f"prompt_set {config.prompt_set!r} names several files", "the one to write responses into", "python -m eyas prompts generate -p prompt_set FILE.jsonl")
     conversations = load_prompts(config.prompt_path).conversations
-    server, target = need_server(config), load_target(config.target, config.trust_remote_code, config.chat_template_kwargs)
+    server, target = need_server(config), target_of(config)
     with Progress(len(conversations), "conversations") as progress:
         manifest = generate_responses(server.url, target, conversations, config.max_new_tok, config.concurrency, config.answered_path, progress)
     responses = manifest["responses"]
@@ -163,9 +163,9 @@ def _doctor(args) -> int:
 
 
 def _target(args) -> int:
-    from eyas.target import load_target
+    from eyas.target import target_of
 
-    print(load_target(_config(args).target))
+    print(target_of(_config(args)))
     return 0
 
 
@@ -173,10 +173,10 @@ def _extract(args) -> int:
     from eyas.extract import extract
     from eyas.prompts import load_prompts
     from eyas.serve import need_servers
-    from eyas.target import load_target
+    from eyas.target import target_of
 
     config = _config(args)
-    summary = extract(config, need_servers(config), load_target(config.target, config.trust_remote_code, config.chat_template_kwargs), load_prompts(config.answered_path), args.retry_failed, args.anyway)
+    summary = extract(config, need_servers(config), target_of(config), load_prompts(config.answered_path), args.retry_failed, args.anyway)
     print(summary)
     return 1 if summary.failed else 0
 
@@ -210,11 +210,11 @@ def _verify(args) -> int:
     from eyas.prompts import load_prompts
     from eyas.serve import need_servers
     from eyas.store import Store
-    from eyas.target import load_target
+    from eyas.target import target_of
     from eyas.verify import repair, verify
 
     config = _config(args)
-    target, prompts = load_target(config.target, config.trust_remote_code, config.chat_template_kwargs), load_prompts(config.answered_path)
+    target, prompts = target_of(config), load_prompts(config.answered_path)
     report = verify(config.store_dir, prompts, target.tokenizer(), deep=not args.quick)
     print(report)
     if report.foreign or not (report.ok or args.repair):
@@ -244,12 +244,12 @@ def _parity(args) -> int:
     from eyas.prompts import load_prompts
     from eyas.serve import need_servers
     from eyas.store import Store
-    from eyas.target import load_target
+    from eyas.target import target_of
 
     config = _config(args)
     store = Store.open(config.store_dir)
     prompts = load_prompts(config.answered_path) if store.manifest["prompts"]["hash"] else None  # an imported store has none
-    record = certify(config, need_servers(config)[0], store, load_target(config.target, config.trust_remote_code, config.chat_template_kwargs), prompts, full=args.full)
+    record = certify(config, need_servers(config)[0], store, target_of(config), prompts, full=args.full)
     print(summary(record))
     return 0 if record["passed"] else 1
 
@@ -265,10 +265,10 @@ def _store_export(args) -> int:
 
 def _store_import(args) -> int:
     from eyas.formats import import_store
-    from eyas.target import load_target
+    from eyas.target import target_of
 
     config = _config(args)
-    imported = import_store(config, load_target(config.target, config.trust_remote_code, config.chat_template_kwargs), args.format, args.source, args.norm, args.heldout_every)
+    imported = import_store(config, target_of(config), args.format, args.source, args.norm, args.heldout_every)
     print(imported)
     return 1 if imported.failed else 0
 
@@ -276,11 +276,11 @@ def _store_import(args) -> int:
 def _train(args) -> int:
     from eyas import ranks
     from eyas.store import Store
-    from eyas.target import load_target
+    from eyas.target import target_of
     from eyas.train import summary, train
 
     config = _config(args)
-    train(config, Store.open(config.store_dir), load_target(config.target))
+    train(config, Store.open(config.store_dir), target_of(config))
     if ranks.RANK == 0:
         print(summary(config))
     return 0
@@ -289,21 +289,21 @@ def _train(args) -> int:
 def _sweep(args) -> int:
     from eyas.layers import run_study, summary
     from eyas.store import Store
-    from eyas.target import load_target
+    from eyas.target import target_of
 
     config = _config(args)
-    study = run_study(config, Store.open(config.store_dir), load_target(config.target))
+    study = run_study(config, Store.open(config.store_dir), target_of(config))
     print(summary(study))
     return 1 if study.record["failed"] else 0
 
 
 def _tune(args) -> int:
     from eyas.prompts import load_prompts
-    from eyas.target import load_target
+    from eyas.target import target_of
     from eyas.tune import summary, tune, tuned_profile
 
     config = _config(args)
-    result = tune(config, load_target(config.target, config.trust_remote_code, config.chat_template_kwargs), load_prompts(config.answered_path))
+    result = tune(config, target_of(config), load_prompts(config.answered_path))
     print(summary(result))
     if result["helped"]:
         print(f"kept as a profile: --profile {tuned_profile(config)}")
@@ -313,12 +313,12 @@ def _tune(args) -> int:
 def _walk(args) -> int:
     from eyas.drafter import load_drafter
     from eyas.store import Store
-    from eyas.target import load_target
+    from eyas.target import target_of
     from eyas.walk import run_walk, summary
 
     config = _config(args)
     store = Store.open(config.judged_store_dir)
-    print(summary(run_walk(config, load_drafter(config.judged.drafter_dir, load_target(config.target, config.trust_remote_code, config.chat_template_kwargs)), store)))
+    print(summary(run_walk(config, load_drafter(config.judged.drafter_dir, target_of(config)), store)))
     return 0
 
 
@@ -326,10 +326,10 @@ def _decode(args) -> int:
     from eyas.acceptance import eval_prompts, measure
     from eyas.drafter import load_drafter
     from eyas.speed import model_speed, verdict
-    from eyas.target import load_target
+    from eyas.target import target_of
 
     config = _config(args)
-    target = load_target(config.target, config.trust_remote_code, config.chat_template_kwargs)
+    target = target_of(config)
     prompts, drafter = eval_prompts(config, target), load_drafter(config.judged.drafter_dir, target)
     acceptance = measure(config, target, drafter, prompts)
     print(acceptance)
@@ -352,10 +352,10 @@ def _export(args) -> int:
         return 0
     from eyas.drafter import load_drafter
     from eyas.export import export_sglang, export_speculators
-    from eyas.target import load_target
+    from eyas.target import target_of
 
     config = _config(args)
-    target = load_target(config.target, config.trust_remote_code, config.chat_template_kwargs)
+    target = target_of(config)
     drafter = load_drafter(config.drafter_dir, target)
     if args.to == "sglang":
         folder = export_sglang(drafter, target, config.export_dir)
@@ -390,12 +390,12 @@ def _vllm_line(config, model: Path, folder: Path) -> str:
 
 def _import_drafter(args) -> int:
     from eyas.imported import import_drafter
-    from eyas.target import load_target
+    from eyas.target import target_of
 
     config = _config(args)
     given = config.boundaries if any(name == "boundaries" for name, _ in args.p or []) else ()
     residual = {"yes": True, "no": False, None: None}[args.norm_before_residual]
-    print(import_drafter(args.folder, load_target(config.target, config.trust_remote_code, config.chat_template_kwargs), config.drafter_dir, args.ids_of or "", given, residual))
+    print(import_drafter(args.folder, target_of(config), config.drafter_dir, args.ids_of or "", given, residual))
     print(f"next: python -m eyas decode -p drafter_run {config.run_name}, with the profile of a run whose prompts are to judge it; its own results stay, and compare -p drafter_run "
           f"{config.run_name} -p compare_run THAT_RUN tells the two drafters apart\nwithout such a run: python -m eyas decode -p run_name {config.run_name} -p eval_set FILE.jsonl, or humaneval")
     return 0
@@ -405,10 +405,10 @@ def _serve_check(args) -> int:
     from eyas.acceptance import eval_prompts
     from eyas.drafter import load_drafter
     from eyas.served import check
-    from eyas.target import load_target
+    from eyas.target import target_of
 
     config = _config(args)
-    target = load_target(config.target, config.trust_remote_code, config.chat_template_kwargs)
+    target = target_of(config)
     found = check(config, target, load_drafter(config.judged.drafter_dir, target), eval_prompts(config, target))
     print(found)
     return 0 if found.passed else 1

@@ -9,7 +9,7 @@ from eyas.errors import EyasError
 from eyas.files import is_sealed, read_json
 from eyas.progress import bytes_text, duration_text
 from eyas.store import free_bytes, token_bytes
-from eyas.target import check_boundaries
+from eyas.target import check_boundaries, target_of
 
 SPARE_BYTES = 64 * 2**20  # index, head, and what a file system keeps for itself
 
@@ -64,9 +64,7 @@ def make_plan(config: Config) -> Plan:
     """From the profile's prompt set and target as they lie here; `plan_*` settings stand in for what does not."""
     n_blocks, hidden_size = config.plan_blocks, config.plan_hidden_size
     if not (n_blocks and hidden_size):
-        from eyas.target import load_target
-
-        target = load_target(config.target)
+        target = target_of(config)
         n_blocks, hidden_size = target.n_blocks, target.hidden_size
     samples, tok = config.plan_samples, config.plan_tok
     if not (samples and tok):
@@ -111,9 +109,7 @@ def last_run(store: Path) -> dict:
 def _lengths(config: Config) -> list[int]:
     from eyas.extract import chosen
     from eyas.prompts import encode, load_prompts
-    from eyas.target import load_target
-
-    tokenizer = load_target(config.target, config.trust_remote_code, config.chat_template_kwargs).tokenizer()
+    tokenizer = target_of(config).tokenizer()
     lengths = []
     for conversation in chosen(config, load_prompts(config.answered_path)):
         try:

@@ -134,9 +134,9 @@ def _files(path: Path) -> str:
 
 
 def _target(config: Config) -> str:
-    from eyas.target import load_target
+    from eyas.target import target_of
 
-    target = load_target(config.target)
+    target = target_of(config)
     return sha256_json([target.fingerprint, target.config_hash, [_hash_of(path) for path in sorted(target.folder.glob("*token*")) + sorted(target.folder.glob("*template*"))]])
 
 

@@ -25,7 +25,7 @@ from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.files import data_dir, read_json, write_json
 from eyas.orphans import still_running
-from eyas.target import Target, check_boundaries, load_target
+from eyas.target import Target, check_boundaries, load_target, target_of
 
 LOG_TAIL_LINES = 15
 CONTEXT_MARGIN_TOK = 8  # SGLang keeps a few positions for output; a prompt as long as the context is to be captured too
@@ -240,7 +240,7 @@ def command_text(config: Config) -> str:
     if config.plan_blocks and not folder.is_dir():
         n_blocks = config.plan_blocks
     else:
-        folder, n_blocks = (target := load_target(config.target)).folder, target.n_blocks
+        folder, n_blocks = (target := target_of(config)).folder, target.n_blocks
     boundaries = config.stored_boundaries(n_blocks)
     check_boundaries(boundaries, n_blocks)
     spool = Path(config.spool_dir) if config.spool_dir else config.server_dir / "spool"
@@ -277,7 +277,7 @@ def server_up(config: Config, tied: bool = False, chunk_tok: int = 0, owner: str
     or it came up without the plugin (it is stopped then).
     """
     check_device(config)
-    target = load_target(config.target)
+    target = target_of(config)
     boundaries = config.stored_boundaries(target.n_blocks)
     check_boundaries(boundaries, target.n_blocks)
     folder = config.server_dir
@@ -309,7 +309,7 @@ def serving_up(config: Config, draft: Path | None, folder: Path, *, tied: bool =
     EyasError: float32 on a GPU, a server of that folder is up, the port is taken, a draft folder without a drafter, the server died, or came up without drafter or plugin.
     """
     check_dtype(config, config.dtype, "dtype")
-    target = load_target(config.target)
+    target = target_of(config)
     if draft is not None and not (Path(draft) / "config.json").is_file():
         raise EyasError(f"no config.json in {Path(draft).name!r}", "an exported drafter", "python -m eyas export --profile demo")
     if draft is not None and config.speculative_use_rejection_sampling:

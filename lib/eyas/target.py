@@ -169,6 +169,11 @@ def load_target(name: str, trust_remote_code: bool = False, chat_template_kwargs
                   chat_template_kwargs=chat_template_kwargs, **facts)
 
 
+def target_of(config) -> Target:
+    """The target of a run, as its settings load it."""
+    return load_target(config.target, config.trust_remote_code, config.chat_template_kwargs)
+
+
 def embedded_target() -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face folder in bfloat16, converted from the package's GGUF when it is not there or not whole (half a minute)."""
     manifest = read_json(EMBEDDED_MANIFEST)

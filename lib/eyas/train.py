@@ -3,9 +3,9 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m eyas train --profile demo      # two ranks
 
 What is computed is in `eyas.ttt`; here is the life of a run. An optimiser step takes a pack of whole samples, at most `batch_tok` tokens, in an order that
-is a function of seed and epoch. Its slots may be cut into passes (`pass_tok`) and dealt to ranks and, on a CPU, to threads: every part counts by the slots of
-the whole step, so the step is the same, to rounding, whatever the passes, ranks and threads. (A drafter's operators are too small for two threads to share
-one: a thread for each half of the slots is what uses two cores.) The samples of the next step are read and packed while this one is computed.
+is a function of seed and epoch. Its slots may be cut into passes (`pass_tok`) and dealt to ranks and, on a CPU, to processes, one for each of `threads`
+(`eyas.team`): every part counts by the slots of the whole step, so the step is the same, to rounding, whatever the passes, ranks and threads. (A drafter's operators
+are too small for two threads to share one.) The samples of the next step are read and packed while this one is computed.
 
 Files in the run's drafter folder, each whole or absent:
   checkpoints/step-*.pt   the last few; resume gives bit for bit the weights of an undisturbed run on a CPU, to rounding where it goes on with other threads,
@@ -20,7 +20,6 @@ Checkpoints and drafters carry their record: data and settings, parity certifica
 import contextlib
 import dataclasses
 import math
-import os
 import re
 import statistics
 import time
@@ -43,11 +42,13 @@ from eyas.losses import get_loss
 from eyas.mixture import Mixture, shuffled
 from eyas.progress import Progress
 from eyas.target import Target
+from eyas.team import Team, shared
 from eyas.ttt import Batch, Losses, Teacher, batch_loss, pack, slots_of, step_weights
 from eyas.vocab import choose_vocab, count_tokens, coverage
 from eyas.walk import walk
 
 CLIP_NORM = 1.0
+SLOT_ROWS = 4  # what a draft step of an active slot takes is what so many packed rows do, about
 METRICS_S = 5.0  # how often the metrics are written anew
 JUDGED = 8  # held-out samples of one pass, at most
 RECENT = 50  # batches that a loss is compared with, to call it a spike
@@ -82,27 +83,28 @@ def plan(lengths: dict[str, int], epochs: float, batch_tok: int, seed: int, orde
     return steps
 
 
-def deal(sizes: list[tuple[str, int]], n: int) -> list[list[tuple[str, slice]]]:
-    """n parts with the same number of active slots, give or take one: (id, which of its active slots) each. `sizes`: id and active slots of each sample.
+def deal(sizes: list[tuple[str, int, int]], n: int, slot_rows: int) -> list[list[tuple[str, slice]]]:
+    """n parts of about the same work: (id, which of its active slots) each. `sizes`: id, active slots and packed rows of each sample; an active slot is `slot_rows` packed rows' work.
 
-    A sample may be cut: its slots are computed in both parts, each learning from its own share of the active ones. Whole samples would leave
-    a thread waiting for the other for a fifth of the time, since a step has but a few.
+    A sample may be cut: its rows are then in both parts, each learning from its own share of the active slots. Whole samples would leave
+    a process waiting for the other for a fifth of the time, since a step has but a few.
     """
-    parts, total, at = [[] for _ in range(n)], sum(size for _, size in sizes), 0
-    ends = [round(total * part / n) for part in range(n + 1)]
-    for id, size in sizes:
-        for part, (start, end) in enumerate(zip(ends, ends[1:])):
-            if max(start, at) < min(end, at + size):
-                parts[part].append((id, slice(max(start, at) - at, min(end, at + size) - at)))
-        at += size
+    parts, total, at = [[] for _ in range(n)], sum(active * slot_rows + rows for _, active, rows in sizes), 0.0
+    for id, active, rows in sizes:
+        each = slot_rows + rows / max(1, active)
+        cuts = [min(active, max(0, round((total * part / n - at) / each))) for part in range(n)] + [active]
+        for part, share in zip(parts, map(slice, cuts, cuts[1:])):
+            if share.start < share.stop:
+                part.append((id, share))
+        at += active * each
     return parts
 
 
 def share(weights: list[torch.Tensor], n: int) -> list[list[torch.Tensor]]:
-    """At most n groups of about the same size, for a thread each."""
-    groups, sizes = [[] for _ in range(min(n, len(weights)))], [0] * n
+    """n groups of about the same size, for a process each; empty ones where there are more than weights."""
+    groups, sizes = [[] for _ in range(n)], [0] * n
     for weight in sorted(weights, key=torch.numel, reverse=True):
-        at = sizes.index(min(sizes[: len(groups)]))
+        at = sizes.index(min(sizes))
         groups[at].append(weight)
         sizes[at] += weight.numel()
     return groups
@@ -141,12 +143,12 @@ class Model(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one rank has to do in an optimiser step. `weights` of a pass are those of the draft steps, all 0 where the rank has nothing of its own."""
+    """What one process has to do in an optimiser step. `weights` of a pass are those of the draft steps, all 0 where the process has nothing of its own."""
 
     epoch: int
     ids: list[str]  # of the whole step
     passes: list[tuple[Batch, list[float]]]
-    counts: list[float]  # what the sum of each draft step is divided by: over all passes and ranks
+    counts: list[float]  # what the sum of each draft step is divided by: over all passes and processes
 
 
 class Training:
@@ -171,7 +173,8 @@ class Training:
         if unmasked:
             raise EyasError(f"the loss mask of {len(unmasked)} samples is zero everywhere: {', '.join(unmasked[:3])}", "supervised tokens in each", "python -m eyas verify --repair")
         self.device = torch.device(config.device, ranks.LOCAL_RANK) if config.device == "cuda" else torch.device("cpu")
-        self.threads = config.threads if self.device.type == "cpu" and ranks.WORLD == 1 else 1  # that share a step
+        self.threads = config.threads if self.device.type == "cpu" and ranks.WORLD == 1 else 1  # processes that share a step
+        self.number = 0  # which of them this is
         self.parts = {"threads": self.threads, "pass_tok": config.pass_tok, "ranks": ranks.WORLD}  # what a step is cut into: other parts, other rounding
         self.dtype, self.loss, self.weights = getattr(torch, config.train_dtype), get_loss(config.loss), step_weights(config.draft_steps, config.step_decay)
         self.boundaries = tuple(sorted({*config.boundaries, target.n_blocks}))
@@ -195,14 +198,16 @@ class Training:
         self.model = ranks.wrap(Model(self.drafter), config.parallel, self.device)
         self.trained = {name: p for name, p in self.drafter.named_parameters() if p.requires_grad}
         self.shares = share(list(self.trained.values()), self.threads)
-        self.optimizers = [torch.optim.AdamW(weights, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True) for weights in self.shares]
+        self.optimizers = [torch.optim.AdamW([{"params": weights}], lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True) for weights in self.shares]
         self.teacher = Teacher(self.data.head().to(self.device), vocab, self.dtype, self.loss.whole_vocab)
         self.vocab, self.step, self.rows = vocab, 0, []
         self.sizes: dict[str, Size] = {}  # of the samples that were asked for
         self.recent: list[float] = []  # losses of the last batches
         self.best, self.worse = -math.inf, 0  # the longest held-out acceptance, and how many evaluations since were no better
-        self._ahead, self._next = ThreadPoolExecutor(1, thread_name_prefix="read"), None
-        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="pass", initializer=_alone)
+        self.whole = self.drafter  # with all its weights; FSDP's is put together for each evaluation
+        self._ahead, self._next = ThreadPoolExecutor(1, thread_name_prefix="read"), None  # its thread begins in each process for itself
+        self.team: Team | None = None
+        self._given: list[dict[torch.Tensor, torch.Tensor]] = []  # by process: its gradients of the weights that others change
         self._written_s, self._board = 0.0, None
 
     def _last_rms(self, keys: list[str]) -> float:
@@ -214,6 +219,17 @@ class Training:
             sample = self.data.read(key, (last,))
             parts.append(sample["states"][last][sample["loss_mask"]].float())
         return float(torch.cat(parts).square().mean().sqrt())
+
+    def begin(self) -> None:
+        """The processes that share a step: begun after what they all need is loaded and any checkpoint read, and before there are threads, which a copy of this process would lack."""
+        if self.threads > 1:
+            for optimizer, weights in zip(self.optimizers, self.shares):
+                for p in weights:
+                    p.data = shared(p.data)
+                    state = optimizer.state[p] or {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p.data), "exp_avg_sq": torch.zeros_like(p.data)}
+                    optimizer.state[p] = {name: shared(value) for name, value in state.items()}
+            self._given = [{p: shared(torch.zeros_like(p.data)) for other in self.shares[:n] + self.shares[n + 1 :] for p in other} for n in range(self.threads)]
+        self.team = Team(self, self.threads)
 
     # ---- what a step works on
 
@@ -229,12 +245,11 @@ class Training:
         return [self.sizes[key] for key in keys]
 
     def work(self, step: int) -> Work:
-        """This rank's part of optimiser step `step`. EyasError where nothing in it is supervised."""
-        config, (epoch, ids) = self.config, self.steps[step]
-        tok = sum(self.lengths[id] for id in ids)
-        n_passes = math.ceil(tok / (config.pass_tok * ranks.WORLD)) if config.pass_tok else self.threads
+        """This process's part of optimiser step `step`. EyasError where nothing in it is supervised."""
+        config, (epoch, ids), processes = self.config, self.steps[step], ranks.WORLD * self.threads
+        n_passes = math.ceil(sum(self.lengths[id] for id in ids) / (config.pass_tok * processes)) if config.pass_tok else 1
         sizes = self.sizes_of(ids)
-        parts = deal([(id, size.active) for id, size in zip(ids, sizes)], n_passes * ranks.WORLD)
+        parts = deal([(id, size.active, size.packed) for id, size in zip(ids, sizes)], n_passes * processes, SLOT_ROWS * config.draft_steps)
         counts = [sum(column) for column in zip(*(size.supervised for size in sizes))]
         if counts[0] == 0:
             raise EyasError(f"optimiser step {step + 1} has no supervised slot: samples {', '.join(ids)}", "answers of two tokens or more, with tokens of the draft vocabulary",
@@ -242,8 +257,8 @@ class Training:
         if config.loss_mean == "grid":
             counts = [sum(size.packed for size in sizes)] * config.draft_steps
         passes = []
-        for part in parts[ranks.RANK :: ranks.WORLD]:
-            keys, shares = zip(*(part or [(min(ids, key=self.lengths.get), slice(None))]))  # a rank without a slot of its own still has to be there, with weight 0
+        for part in parts[ranks.RANK * self.threads + self.number :: processes]:
+            keys, shares = zip(*(part or [(min(ids, key=self.lengths.get), slice(None))]))  # a process without a slot of its own still has to be there, with weight 0
             passes.append((self.read(list(keys), list(shares)).to(self.device), [weight if part else 0.0 for weight in self.weights]))
         return Work(epoch, ids, passes, counts)
 
@@ -257,77 +272,64 @@ class Training:
 
     def optimise(self) -> dict:
         """One optimiser step; gives counts for the progress line. EyasError where loss or gradient is not finite, where the loss jumps, or where memory ends."""
-        started_s, step, n_read = time.perf_counter(), self.step + 1, sum(self.lengths[id] for id in self.steps[self.step][1])
-        with memory(f"memory ran out while the samples of optimiser step {step} were read: {n_read:,} tokens", "steps of which two fit: one is read while another is computed",
-                    f"-p batch_tok {max(64, n_read // 2)}, in another run: -p run_name NAME"):  # fmt: skip
-            work = self._take()
-        n = max(len(batch.tokens) for batch, _ in work.passes)
-        with memory(f"memory ran out in optimiser step {step}: {n:,} packed tokens in one pass, draft vocabulary {self.config.draft_vocab_size:,}, {self.config.draft_steps} draft steps",
-                    "passes that fit", f"-p pass_tok {max(64, n // 2)}, which changes no result; then a smaller draft_vocab_size or draft_steps"):  # fmt: skip
-            sums, tok = self._passes(work)
-            norm = torch.linalg.vector_norm(torch.stack(self._each(lambda weights: ranks.whole(nn.utils.get_total_norm([p.grad for p in weights])), self.shares)))
-            loss = sum(weight * part / max(n, 1) for weight, part, n in zip(self.weights, sums[0], work.counts))
-            self._check(work, loss, norm)
-            self._each(self._update, self.optimizers, [norm] * len(self.optimizers))
-        for p in self.trained.values():
-            p.grad = None
+        started_s, k = time.perf_counter(), self.config.draft_steps
+        *flat, tok = ranks.total([sum(column) for column in zip(*self.team.each("_passes", self.step))])
+        sums = [flat[:k], flat[k : 2 * k], flat[2 * k :]]
+        norm = math.hypot(*self.team.each("_norm"))
+        loss = sum(weight * part / max(n, 1) for weight, part, n in zip(self.weights, sums[0], self._work.counts))
+        self._check(self._work, loss, norm)
+        self.team.each("_update", norm)
         self.step += 1
         self.recent = [*self.recent[1 - RECENT :], loss]
-        self._note(work.epoch, "train", *sums, tok, time.perf_counter() - started_s)
-        return {"step": self.step, "loss": loss, "tok": tok}
+        self._note(self._work.epoch, "train", *sums, int(tok), time.perf_counter() - started_s)
+        return {"step": self.step, "loss": loss, "tok": int(tok)}
 
-    def _each(self, work: Callable, *columns: list) -> list:
-        """work(...) for each row of the columns, in threads where several share a step."""
-        return list((self._pool.map if self.threads > 1 else map)(work, *columns))
+    def _passes(self, step: int) -> list[float]:
+        """In each process: the gradients of its part of optimiser step `step`; gives loss, hits and slots of each draft step and, last, the response tokens."""
+        self.step, n_read = step, sum(self.lengths[id] for id in self.steps[step][1])
+        with memory(f"memory ran out while the samples of optimiser step {step + 1} were read: {n_read:,} tokens", "steps of which two fit: one is read while another is computed",
+                    f"-p batch_tok {max(64, n_read // 2)}, in another run: -p run_name NAME"):  # fmt: skip
+            self._work = work = self._take()
+        n, flat = max(len(batch.tokens) for batch, _ in work.passes), [0.0] * (3 * self.config.draft_steps + 1)
+        with memory(f"memory ran out in optimiser step {step + 1}: {n:,} packed tokens in one pass, draft vocabulary {self.config.draft_vocab_size:,}, {self.config.draft_steps} draft steps",
+                    "passes that fit", f"-p pass_tok {max(64, n // 2)}, which changes no result; then a smaller draft_vocab_size or draft_steps"):  # fmt: skip
+            for n, (batch, weights) in enumerate(work.passes, start=1):
+                with ranks.gradients(self.model, summed=n == len(work.passes)):
+                    total, losses = self.model(batch, self.teacher, self.loss, weights, work.counts)
+                    (total * ranks.WORLD).backward()  # DDP and FSDP2 average
+                if any(weights):
+                    flat = [a + b for a, b in zip(flat, (*losses.loss, *losses.hits, *losses.slots, len(batch.active)))]
+            for p, given in self._given[self.number].items() if self._given else ():
+                given.copy_(p.grad)
+                p.grad = None
+        return flat
+
+    def _norm(self) -> float:
+        """In each process: the norm of the whole gradient of the weights that it changes."""
+        mine = self.shares[self.number]
+        for n, given in enumerate(self._given):
+            for p in mine if n != self.number else ():
+                p.grad += given[p]
+        return float(ranks.whole(nn.utils.get_total_norm([p.grad for p in mine])))
 
     @property
     def learning_rate(self) -> float:
         """Of the step at hand."""
         return self.config.learning_rate * schedule(self.step, len(self.steps), round(len(self.steps) * self.config.warmup_ratio))
 
-    def _update(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
-        """In a thread of its own: clip the gradients of some weights, and change these."""
-        (group,) = optimizer.param_groups
-        if norm > CLIP_NORM:
-            nn.utils.clip_grads_with_norm_(group["params"], CLIP_NORM, norm)
+    def _update(self, norm: float) -> None:
+        """In each process: clip the gradients of the weights that it changes, by the `norm` of all, and change them."""
+        (group,) = self.optimizers[self.number].param_groups
+        for p in group["params"] if norm > CLIP_NORM else ():
+            p.grad *= CLIP_NORM / (norm + 1e-6)
         group["lr"] = self.learning_rate
-        optimizer.step()
+        self.optimizers[self.number].step()
+        for p in group["params"]:
+            p.grad = None
 
-    def _passes(self, work: Work) -> tuple[list[list[float]], int]:
-        """Gradients of the whole step; gives its loss, hits and slots by draft step, and its response tokens, over all ranks."""
-        k = self.config.draft_steps
-        if self.threads > 1:
-            parts = self._each(lambda one: self._pass(work, *one), work.passes)
-            grads = {p: of_passes for p, *of_passes in zip(self.trained.values(), *(grads for _, grads in parts))}
-
-            def add_up(weights):
-                for p in weights:
-                    for other in grads[p][1:]:  # in the order of the passes, whichever thread was first
-                        grads[p][0] += other
-                    p.grad = grads[p][0]
-
-            self._each(add_up, self.shares)
-            counted = [losses for (losses, _), (_, weights) in zip(parts, work.passes) if any(weights)]
-        else:
-            counted = []
-            for n, (batch, weights) in enumerate(work.passes, start=1):
-                with ranks.gradients(self.model, summed=n == len(work.passes)):
-                    total, losses = self.model(batch, self.teacher, self.loss, weights, work.counts)
-                    (total * ranks.WORLD).backward()  # DDP and FSDP2 average
-                if any(weights):
-                    counted.append((losses, len(batch.active)))
-        flat = [sum(column) for column in zip([0.0] * (3 * k + 1), *((*losses.loss, *losses.hits, *losses.slots, tok) for losses, tok in counted))]
-        *flat, tok = ranks.total(flat)
-        return [flat[:k], flat[k : 2 * k], flat[2 * k :]], int(tok)
-
-    def _pass(self, work: Work, batch: Batch, weights: list[float]) -> tuple[tuple, tuple[torch.Tensor, ...]]:
-        """One pass in a thread of its own: (losses, response tokens), and the gradients, which no other thread adds to."""
-        total, losses = self.model(batch, self.teacher, self.loss, weights, work.counts)
-        return (losses, len(batch.active)), torch.autograd.grad(total, list(self.trained.values()))
-
-    def _check(self, work: Work, loss: float, norm: torch.Tensor) -> None:
+    def _check(self, work: Work, loss: float, norm: float) -> None:
         ratio = self.config.spike_ratio
-        finite = math.isfinite(loss) and bool(torch.isfinite(norm))
+        finite = math.isfinite(loss) and math.isfinite(norm)
         usual = statistics.median(self.recent) if len(self.recent) >= RECENT // 2 else math.inf
         if finite and (not ratio or loss <= ratio * usual):
             return
@@ -351,14 +353,15 @@ class Training:
         """Loss, accuracy and acceptance on the held-out samples, each judged by one rank, added to the metrics; the best drafter is kept. Is it time to stop?
 
         EyasError where memory ends."""
-        drafter, k = self._whole_drafter(), self.config.draft_steps
+        self.whole, k = self._whole_drafter(), self.config.draft_steps
         if not self.heldout:
             return False
         started_s, groups = time.perf_counter(), self._heldout_groups()
         most = max((sum(self.lengths[key] for key in keys) for keys in groups), default=0)
         with memory(f"memory ran out while held-out samples were judged after optimiser step {self.step}: {most:,} tokens in one pass, draft vocabulary {self.config.draft_vocab_size:,}, "
                     f"{self.threads} passes at once", "passes that fit", f"-p pass_tok {max(64, most // 2)} or -p threads 1, which change no result; then a smaller draft_vocab_size"):  # fmt: skip
-            judged = self._each(lambda keys: self._judge(drafter, keys), groups)
+            found = self.team.each("_judge_mine")
+        judged = [found[n % self.threads][n // self.threads] for n in range(len(groups))]
         rows = ((*losses.loss, *losses.hits, *losses.slots, tok, int(counts["accepted"].sum()), int(counts["verify_steps"].sum())) for losses, tok, counts in judged)
         *flat, tok, accepted, verify_steps = ranks.total([sum(column) for column in zip([0.0] * (3 * k + 3), *rows)])
         length = accepted / verify_steps + 1 if verify_steps else math.nan
@@ -366,7 +369,7 @@ class Training:
         if length > self.best:
             self.best, self.worse = length, 0
             if ranks.RANK == 0:
-                save_drafter(drafter, self.config.drafter_dir, self.record | {"steps": self.step, "heldout_acceptance_length": length}, "best.safetensors")
+                save_drafter(self.whole, self.config.drafter_dir, self.record | {"steps": self.step, "heldout_acceptance_length": length}, "best.safetensors")
         else:
             self.worse += 1
         return 0 < self.config.patience <= self.worse  # sums of whole numbers: every rank says the same
@@ -383,11 +386,15 @@ class Training:
                 size = self.lengths[key]
         return groups
 
+    def _judge_mine(self) -> list[tuple[Losses, int, pd.DataFrame]]:
+        """In each process: what it finds of its groups."""
+        return [self._judge(keys) for keys in self._heldout_groups()[self.number :: self.threads]]
+
     @torch.no_grad()
-    def _judge(self, drafter: Drafter, keys: list[str]) -> tuple[Losses, int, pd.DataFrame]:
-        """In a thread of its own: losses, response tokens and the walk's counts of some held-out samples."""
+    def _judge(self, keys: list[str]) -> tuple[Losses, int, pd.DataFrame]:
+        """Losses, response tokens and the walk's counts of some held-out samples."""
         batch = self.read(keys).to(self.device)
-        return batch_loss(drafter, batch, self.teacher, self.loss, self.weights), len(batch.active), walk(drafter, self.data, keys, self.config.draft_steps)
+        return batch_loss(self.whole, batch, self.teacher, self.loss, self.weights), len(batch.active), walk(self.whole, self.data, keys, self.config.draft_steps)
 
     def _whole_drafter(self) -> Drafter:
         """The drafter with all its weights, on every rank that asks (all have to)."""
@@ -487,11 +494,13 @@ class Training:
 
     def run(self, on_step=None) -> None:
         """All steps that are left, with evaluations and checkpoints, to the saved drafter."""
+        stopped, begun = 0 < self.config.patience <= self.worse, self.step
+        if begun < len(self.steps) and not stopped:
+            self.begin()
         if ranks.RANK == 0:
             from tensorboardX import SummaryWriter
 
             self._board = SummaryWriter(str(self.config.drafter_dir / "tensorboard"), purge_step=self.step + 1)
-        stopped, begun = 0 < self.config.patience <= self.worse, self.step
         if begun and ranks.RANK == 0:
             print(f"goes on after optimiser step {begun} of {len(self.steps)}" if begun < len(self.steps) and not stopped else f"trained already, {begun} optimiser steps")
         with Progress(len(self.steps) - begun, "steps") if ranks.RANK == 0 and begun < len(self.steps) and not stopped else Silent() as progress:
@@ -524,14 +533,9 @@ class Training:
             save_drafter(drafter, self.config.drafter_dir, self.record | {"steps": self.step, "heldout_acceptance_length": length})
 
     def close(self) -> None:
-        for pool in (self._ahead, self._pool):
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _alone() -> None:
-    """A thread that shares a step has its operators for itself."""
-    torch.set_flush_denormal(True)
-    torch.set_num_threads(1)
+        self._ahead.shutdown(wait=True, cancel_futures=True)
+        if self.team is not None:
+            self.team.close()
 
 
 class Silent:

@@ -13,7 +13,7 @@ What makes it quick, all of it exact:
 - samples are packed without padding; prompt slots are keys and values of step 0 and nothing else, the drafter having one layer;
 - the whole gradient is written out (`Steps`, `TrainingTimeTest`): a weight's gradient is one product over the rows of all steps, nothing is kept that can
   be made again for less, and there is no graph of thousands of small nodes;
-- the embedding's half of q, k and v is computed once for all steps: step s reads the row s further on;
+- the embedding's half of q, k and v is computed once for all steps, and once for each token that the pack has: half of them stand there again;
 - attention never leaves its sample, and its scores are never stored: the keys of step 0 go through the fused kernel, a few samples of about the same
   length at a time, and its log-sum-exp joins them with the slot's own keys (`Attention`);
 - all steps share one head product and one teacher: the teacher of step s at a slot is the teacher of step 0 at the slot s further on;
@@ -135,11 +135,12 @@ class Steps:
         self.fc, wide = drafter.fc.weight.to(low), drafter.fc.weight.dtype
         cos, sin = rotary_tables(config, max(end - start for start, end in batch.spans) + n_steps, drafter.fc.weight)
         self.turns = [(cos[at], sin[at]) for at in (batch.positions, *(batch.positions[batch.active] + s for s in range(n_steps)))]  # of all slots, then of the active ones by step
-        self.rows = [(batch.active + s).clamp_(max=len(batch.tokens) - 1) for s in range(n_steps)]  # token j+1+s stands s rows further on
+        tokens, self.token_rows = batch.tokens.unique(return_inverse=True)  # [U], and the row of each slot's token among them [S]
+        self.rows = [self.token_rows[(batch.active + s).clamp_(max=len(batch.tokens) - 1)] for s in range(n_steps)]  # token j+1+s stands s slots further on
 
-        self.embedded = drafter.embed_tokens(batch.tokens).to(wide)  # [S, H]
+        self.embedded = drafter.embed_tokens(tokens).to(wide)  # [U, H]
         self.x_embeds, self.embeds_scale = norm(self.embedded, layer.input_layernorm.weight, self.eps, low)
-        embeds = product(self.x_embeds, self.of_embeds)  # [S, q + 2 kv]
+        embeds = product(self.x_embeds, self.of_embeds)  # [U, q + 2 kv]
         self.states = batch.states.to(low)
         if drafter.fc_norm is not None:
             self.parts = batch.states.to(wide).split(config.target_hidden_size, dim=-1)
@@ -147,7 +148,7 @@ class Steps:
             self.states = torch.cat(normed, dim=-1)
         self.fused = product(self.states, self.fc).to(wide)  # [S, H]; the residual stream keeps the precision of the weights
         self.x_fused, self.fused_scale = norm(self.fused, layer.hidden_norm.weight, self.eps, low)
-        keys, values = (product(self.x_fused, self.of_hidden[self.q_size :]) + embeds[:, self.q_size :]).split(self.kv_size, dim=-1)
+        keys, values = (product(self.x_fused, self.of_hidden[self.q_size :]) + embeds[:, self.q_size :].index_select(0, self.token_rows)).split(self.kv_size, dim=-1)
         self.attention = Attention(batch, self._turned(keys, 0), self._by_kv(values).to(wide), self.q_size // self.kv_size)
 
         self.x, self.scale, self.hidden, self.q, self.own_k, self.own_v, self.attended, self.log_sum = [], [], [], [], [], [], [], []
@@ -161,7 +162,7 @@ class Steps:
                 self.own_v.append(self._by_kv(v).to(wide))
             else:
                 hidden, x, scale = (t.index_select(0, batch.active) for t in (self.fused, self.x_fused, self.fused_scale))
-                q = product(x, self.of_hidden[: self.q_size]) + embeds[:, : self.q_size].index_select(0, batch.active)
+                q = product(x, self.of_hidden[: self.q_size]) + embeds[:, : self.q_size].index_select(0, self.rows[0])
             q = self._turned(q, s + 1).unflatten(1, (config.n_kv_heads, -1))  # [A, kv heads, group, head_dim]
             attended, log_sum = self._attend(q)
             middle = hidden + product(attended.flatten(1).to(low), self.o)
@@ -215,7 +216,7 @@ class Steps:
             norms[name] += grad_weight
             return grad_x
 
-        by_embeds = torch.zeros(len(batch.tokens), self.q_size + 2 * self.kv_size, dtype=drafter.fc.weight.dtype, device=batch.states.device)
+        by_embeds = torch.zeros(len(self.embedded), self.q_size + 2 * self.kv_size, dtype=drafter.fc.weight.dtype, device=batch.states.device)
         by_own = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in zip(self.own_k, self.own_v)]
         by_out, by_gates, by_middle, by_q, by_kv, by_raw = [], [], [], [], [], None  # of all steps, the last one first; by_raw: of the outputs themselves, from the step behind
         for s in reversed(range(self.n_steps)):
@@ -241,7 +242,7 @@ class Steps:
                 by_raw = grad
         by_k, by_v = self.attention.key_gradients()
         by_kv.append(torch.cat([self._turned_back(by_k, 0), by_v.flatten(1).to(low)], dim=-1))  # [S, 2 kv]
-        by_embeds[:, self.q_size :] += by_kv[-1]
+        by_embeds[:, self.q_size :].index_add_(0, self.token_rows, by_kv[-1].to(by_embeds.dtype))
         by_x = product(by_kv[-1], self.of_hidden[self.q_size :].T)  # [S, H]
         by_x.index_add_(0, batch.active, product(by_q[-1], self.of_hidden[: self.q_size].T))
         by_fused = through("layers.0.hidden_norm", layer.hidden_norm.weight, by_x, self.fused, self.fused_scale)

@@ -1,0 +1,98 @@
+"""Processes that share a step of training on one CPU: copies of this one, which do the same work on parts of it, in memory that all see.
+
+Threads would wait for each other: a drafter's operators take a fraction of a millisecond each, and after every one a thread has to get Python's lock back.
+"""
+
+import mmap
+import multiprocessing
+import signal
+from multiprocessing.connection import Connection
+
+import torch
+
+from eyas.errors import EyasError
+
+END_S = 10.0  # until a process that was told to end is killed
+
+
+def shared(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on pages that processes begun later have in common with this one. They are no file and count for no limit of /dev/shm."""
+    pages = mmap.mmap(-1, tensor.nbytes)
+    return torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape).copy_(tensor)
+
+
+class Team:
+    """`n` processes, this one included, that call the same methods of `member`. The others are copies of this one as it is now; each has its number as `member.number`."""
+
+    def __init__(self, member, n: int):
+        self.member, self.others = member, []
+        context = multiprocessing.get_context("fork")  # what is there already is not loaded again
+        for number in range(1, n):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(member, number, theirs, [ours, *(connection for connection, _ in self.others)]), name=f"train-{number}", daemon=True)
+            process.start()
+            theirs.close()
+            self.others.append((ours, process))
+
+    def each(self, method: str, *args) -> list:
+        """member.method(*args) in every process at once; what each gave, by its number. An error in any is raised here, once all have answered."""
+        for connection, _ in self.others:
+            self._say(connection, (method, args))
+        found, error = [], None
+        try:
+            found.append(getattr(self.member, method)(*args))
+        except Exception as ours:
+            error = ours
+        for connection, process in self.others:
+            try:
+                value, theirs = connection.recv()
+            except (EOFError, ConnectionError):
+                process.join(END_S)
+                value, theirs = None, _ended(process.exitcode)
+            found.append(value)
+            error = error or theirs
+        if error is not None:
+            raise error
+        return found
+
+    def _say(self, connection: Connection, message: tuple) -> None:
+        try:
+            connection.send(message)
+        except ConnectionError:
+            pass  # its answer will be missing
+
+    def close(self) -> None:
+        for connection, _ in self.others:
+            connection.close()
+        for _, process in self.others:
+            process.join(END_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _ended(code: int | None) -> EyasError:
+    how = "was killed, as the system does where memory ends" if code == -signal.SIGKILL else f"ended by itself (exit code {code})"
+    return EyasError(f"a process that shares the training {how}", "one for each of the threads", "the same command, which goes on at the last checkpoint; it needs less memory with -p threads 1 or a -p pass_tok")
+
+
+def _serve(member, number: int, connection: Connection, not_ours: list[Connection]) -> None:
+    """The life of another process: calls are answered until the first one is gone, however that ended."""
+    for other in not_ours:
+        other.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first one ends the others
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    member.number = number
+    while True:
+        try:
+            method, args = connection.recv()
+        except (EOFError, ConnectionError):
+            return
+        try:
+            answer = getattr(member, method)(*args), None
+        except Exception as error:
+            answer = None, error if isinstance(error, (EyasError, MemoryError)) else RuntimeError(f"{type(error).__name__}: {error}")
+        try:
+            connection.send(answer)
+        except ConnectionError:
+            return
