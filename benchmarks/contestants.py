@@ -35,8 +35,8 @@ PEERS = {  # name -> variable, what pip installs
 }
 DEFAULTS = {  # options of peers.py; heap: the allocator keeps what is freed, which saves a CPU the page faults of large temporary tensors
     "ours": {"heap": False},
-    "specforge": {"heap": True, "compile": False, "compact": False, "batching": "padded", "weights": "float32", "pad": True},
-    "speculators": {"heap": True, "attention": "eager", "optimizer": "adamw", "norms": True, "pad": True},
+    "specforge": {"heap": True, "compile": False, "compact": False, "batching": "padded", "weights": "float32", "pad": False},
+    "speculators": {"heap": True, "attention": "sdpa", "optimizer": "adamw", "norms": True, "pad": False},
 }
 HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}  # glibc's
 

@@ -9,6 +9,7 @@ Then: where our time goes, and how far it is from what the machine's matrix prod
 """
 
 import argparse
+import json
 import os
 import re
 import statistics
@@ -27,8 +28,8 @@ from contestants import DEFAULTS, Contestant, Data, add_arguments, available, ch
 
 LEARNING_RATE = 1.0e-3
 CHOICES = {  # peer -> option -> what it may be instead of its default, and for which dtypes
-    "specforge": {"heap": (False,), "pad": (False,), "batching": ("accumulated",), "compact": (True,), "compile": (True,), "weights": ("bfloat16",)},
-    "speculators": {"heap": (False,), "attention": ("sdpa",), "pad": (False,)},
+    "specforge": {"heap": (False,), "pad": (True,), "batching": ("accumulated",), "compact": (True,), "compile": (True,), "weights": ("bfloat16",)},
+    "speculators": {"heap": (False,), "attention": ("eager",), "pad": (True,)},
 }
 WHY = {
     "specforge": "OnlineEagle3Model, attention_backend sdpa (flex attention has no backward on a CPU, fa and usp need flash_attn); its Triton loss is replaced by "
@@ -55,7 +56,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3, help="optimiser steps of a round")
     parser.add_argument("--warm", type=int, default=6, help="steps before the first round")
-    parser.add_argument("--no-trials", action="store_true", help="take the options of contestants.DEFAULTS")
+    parser.add_argument("--no-trials", action="store_true", help="take the options of contestants.DEFAULTS, and those of --options")
+    parser.add_argument("--options", type=json.loads, default={}, help='what trials found, or where they begin: \'{"specforge": {"batching": "accumulated"}}\'')
     parser.add_argument("--out", type=Path, help="a JSON file for all that was measured")
     args = parser.parse_args()
     config, store, target = load(args)
@@ -89,7 +91,8 @@ def race(data: Data, kinds: list[str], dtype: str, args) -> dict:
     """One dtype: seconds of each contestant in each round [rounds], tokens of the rounds, memory, and what is to be known about our step."""
     options, trials = {}, {}
     for kind in kinds:
-        options[kind], trials[kind] = best_options(data, kind, dtype, args) if kind in CHOICES and not args.no_trials else (DEFAULTS[kind], [])
+        begin = DEFAULTS[kind] | args.options.get(kind, {})
+        options[kind], trials[kind] = best_options(data, kind, dtype, begin, args) if kind in CHOICES and not args.no_trials else (begin, [])
     contestants = {kind: Contestant(data, kind, dtype, LEARNING_RATE, **options[kind]) for kind in kinds}
     for contestant in contestants.values():
         contestant.ask(steps=args.warm)
@@ -110,9 +113,9 @@ def race(data: Data, kinds: list[str], dtype: str, args) -> dict:
     }  # fmt: skip
 
 
-def best_options(data: Data, kind: str, dtype: str, args) -> tuple[dict, list]:
+def best_options(data: Data, kind: str, dtype: str, best: dict, args) -> tuple[dict, list]:
     """One option after another is changed and kept if that is faster; gives it and (options, seconds a step, peak bytes) of all. What does not run here is said to."""
-    best, trials = DEFAULTS[kind], []
+    trials = []
 
     def trial(options: dict) -> float:
         try:

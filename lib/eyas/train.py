@@ -42,7 +42,7 @@ from eyas.losses import get_loss
 from eyas.mixture import Mixture, shuffled
 from eyas.progress import Progress
 from eyas.target import Target
-from eyas.team import Team, shared
+from eyas.team import Team, freed_memory_kept, shared
 from eyas.ttt import Batch, Losses, Teacher, batch_loss, pack, slots_of, step_weights
 from eyas.vocab import choose_vocab, count_tokens, coverage
 from eyas.walk import walk
@@ -560,7 +560,7 @@ def train(config: Config, store, target: Target, on_step=None) -> Path:
     """
     torch.set_flush_denormal(True)  # Adam's moments of rare tokens fade into denormal numbers
     torch.set_num_threads(1 if config.device == "cpu" and ranks.WORLD == 1 else config.threads)  # threads share a step and not an operator, whose barriers wait for whatever else runs
-    with ranks.group(torch.device(config.device)):
+    with freed_memory_kept(), ranks.group(torch.device(config.device)):
         training = Training(config, store, target)
         try:
             training.resume()
