@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from contestants import DEFAULTS, Contestant, Data, add_arguments, available, choose, load
 
 LEARNING_RATE = 1.0e-3
-CHOICES = {  # peer -> option -> what it may be instead of its default, and for which dtypes
-    "specforge": {"heap": (False,), "pad": (True,), "batching": ("accumulated",), "compact": (True,), "compile": (True,), "weights": ("bfloat16",)},
-    "speculators": {"heap": (False,), "attention": ("eager",), "pad": (True,)},
+CHOICES = {  # peer -> option -> what it may be
+    "specforge": {"heap": (True, False), "pad": (True, False), "batching": ("padded", "accumulated"), "compact": (False, True), "compile": (False, True), "weights": ("float32", "bfloat16")},
+    "speculators": {"heap": (True, False), "attention": ("eager", "sdpa"), "pad": (True, False)},
 }
 WHY = {
     "specforge": "OnlineEagle3Model, attention_backend sdpa (flex attention has no backward on a CPU, fa and usp need flash_attn); its Triton loss is replaced by "
@@ -81,7 +81,7 @@ def main() -> None:
     for dtype, race_found in found.items():
         for kind in kinds:
             print(f"- {dtype}, {kind}: {race_found['options'][kind] or ''} {WHY[kind]}")
-    print("Peak memory is a process's largest resident set; at the start is the one with imports and model; samples held are the peers' copies in memory, part of their peak. "
+    print("Peak memory is a process's largest resident set, of ours that of all its processes, pages in common counted once; at the start is the one with imports and model; samples held are the peers' copies in memory, part of their peak. "
           "The peers' options are those of the fastest trial; the least peak of any trial is beside it.")
     if args.out:
         write_json(args.out, found)
@@ -104,7 +104,7 @@ def race(data: Data, kinds: list[str], dtype: str, args) -> dict:
     taken = data.steps(0)[args.warm : args.warm + args.rounds * args.steps]
     memory = {kind: contestant.ask(memory=True) for kind, contestant in contestants.items()}
     profile = contestants["ours"].ask(steps=args.steps, watch="profile")
-    flops = contestants["ours"].ask(steps=args.steps, watch="flops")["flops"] * args.threads  # counted in the first process; all have the same number of slots
+    flops = contestants["ours"].ask(steps=args.steps, watch="flops")["flops"] * args.threads  # counted in the first process; all have about the same work
     for contestant in contestants.values():
         contestant.__exit__()
     return {
@@ -133,7 +133,7 @@ def best_options(data: Data, kind: str, dtype: str, best: dict, args) -> tuple[d
     for name, values in CHOICES[kind].items():
         if name == "weights" and dtype == "float32":
             continue
-        for value in values:
+        for value in set(values) - {best[name]}:
             if (seconds := trial(best | {name: value})) < best_s:
                 best, best_s = best | {name: value}, seconds
     return best, trials
@@ -168,7 +168,7 @@ def print_time(dtype: str, found: dict, steps: int) -> None:
     print(f"| outside of operators: Python, waiting for the other process | {1 - sum(s for s, _ in operators.values()) / wall_s:.0%} | |")
     step_s, gflop, gflops = statistics.mean(found["seconds"]["ours"]) / steps, found["flops"] / steps / 1e9, statistics.median(found["gflops"])
     bound_s = gflop / gflops
-    print(f"\n{dtype}: {gflop:,.1f} GFLOP a step in matrix products, {gflops:,.0f} GFLOPS in large {dtype} products here: "
+    print(f"\n{dtype}: about {gflop:,.0f} GFLOP a step in matrix products, {gflops:,.0f} GFLOPS in large {dtype} products here: "
           f"{1000 * bound_s:,.0f} ms of the {1000 * step_s:,.0f} ms that a step takes ({bound_s / step_s:.0%} of the bound)")
 
 

@@ -1,5 +1,6 @@
 """Processes that share a step: memory in common, errors of any of them in the first, and an end with it, however it ends."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -85,6 +86,30 @@ def test_shared_memory_keeps_value_shape_and_dtype():
     for tensor in (torch.randn(3, 5), torch.zeros((), dtype=torch.float64), torch.arange(6).reshape(2, 3).T, torch.randn(7).bfloat16()):
         copy = shared(tensor)
         assert copy.dtype == tensor.dtype and copy.shape == tensor.shape and torch.equal(copy, tensor)
+
+
+FAULTS = """
+import resource, torch
+from eyas.team import freed_memory_kept
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        torch.ones(16 * 2**20)  # 64 MiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+with freed_memory_kept():
+    faults()
+    print(faults())
+print(faults())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc, whose allocator this is about")
+def test_freed_memory_is_kept_inside_and_given_back_behind():
+    environment = {**os.environ, "PYTHONPATH": str(Path(eyas.team.__file__).parents[1])}
+    inside, behind = map(int, subprocess.run([sys.executable, "-c", FAULTS], env=environment, capture_output=True, text=True, check=True).stdout.split())
+    assert inside < 0.1 * behind, "page faults of ten large tensors"
 
 
 FIRST = """

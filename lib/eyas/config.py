@@ -109,7 +109,7 @@ class Config:
     fc_norm: bool = _doc(False, "an RMSNorm for each boundary before fc (EAGLE-3.1)")
     norm_output: bool = _doc(True, "feed back the drafter's output after its norm, not before it")
     initial_weights: str = _doc("target", "start from the 'target': its last block, norm and head; or 'random'")
-    pass_tok: int = _doc(0, "packed tokens of one forward and backward pass, of each rank; 0: all of the step. Less needs less memory, the result stays")
+    pass_tok: int = _doc(0, "packed tokens of one forward and backward pass, of each process; 0: all of the step. Less needs less memory, the result stays")
     parallel: str = _doc("ddp", "under torchrun: 'ddp' (a copy on each rank) or 'fsdp' (FSDP2, weights sharded)")
     checkpoint_steps: int = _doc(100, "optimiser steps between checkpoints; there is one after every evaluation too")
     keep_checkpoints: int = _doc(2, "last checkpoints kept; the best drafter is kept besides")

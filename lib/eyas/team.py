@@ -8,6 +8,7 @@ import ctypes
 import mmap
 import multiprocessing
 import signal
+import traceback
 from multiprocessing.connection import Connection
 
 import torch
@@ -32,13 +33,14 @@ def freed_memory_kept():
     if not hasattr(libc, "mallopt"):
         yield
         return
-    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
+    trim_threshold, mmap_threshold, mmap_max = -1, -3, -4  # of malloc.h
     libc.mallopt(trim_threshold, 2**31 - 1)
     libc.mallopt(mmap_max, 0)
     try:
         yield
-    finally:
-        libc.mallopt(trim_threshold, 128 * 1024)
+    finally:  # what these grow to by themselves in a process with large tensors
+        libc.mallopt(trim_threshold, 64 * 2**20)
+        libc.mallopt(mmap_threshold, 32 * 2**20)
         libc.mallopt(mmap_max, 65536)
         libc.malloc_trim(0)
 
@@ -113,7 +115,10 @@ def _serve(member, number: int, connection: Connection, not_ours: list[Connectio
         try:
             answer = getattr(member, method)(*args), None
         except Exception as error:
-            answer = None, error if isinstance(error, (EyasError, MemoryError)) else RuntimeError(f"{type(error).__name__}: {error}")
+            if not isinstance(error, (EyasError, MemoryError)):
+                traceback.print_exc()
+                error = RuntimeError(f"{type(error).__name__}: {error}")
+            answer = None, error
         try:
             connection.send(answer)
         except ConnectionError:

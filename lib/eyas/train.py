@@ -115,8 +115,8 @@ def memory(found: str, expected: str, next_command: str):
     """Where memory ends in here, an EyasError of these parts says so."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not re.search("can't allocate memory|not enough memory|bad_alloc|ALLOC_FAILED", str(error)):
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not re.search("(?i)can('|no)t allocate memory|not enough memory|bad_alloc|ALLOC_FAILED", str(error)):
             raise
         raise EyasError(found, expected, next_command) from None
 
@@ -221,15 +221,18 @@ class Training:
         return float(torch.cat(parts).square().mean().sqrt())
 
     def begin(self) -> None:
-        """The processes that share a step: begun after what they all need is loaded and any checkpoint read, and before there are threads, which a copy of this process would lack."""
-        if self.threads > 1:
-            for optimizer, weights in zip(self.optimizers, self.shares):
-                for p in weights:
-                    p.data = shared(p.data)
-                    state = optimizer.state[p] or {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p.data), "exp_avg_sq": torch.zeros_like(p.data)}
-                    optimizer.state[p] = {name: shared(value) for name, value in state.items()}
-            self._given = [{p: shared(torch.zeros_like(p.data)) for other in self.shares[:n] + self.shares[n + 1 :] for p in other} for n in range(self.threads)]
-        self.team = Team(self, self.threads)
+        """The processes that share a step: begun after what they all need is loaded and any checkpoint read, and before this process has threads of its own, which a copy of it would lack.
+
+        EyasError where memory ends."""
+        with memory(f"memory ran out where {self.threads} processes for the training were begun", "memory for the gradients of each", "-p threads 1, which changes no result but its rounding"):
+            if self.threads > 1:
+                for optimizer, weights in zip(self.optimizers, self.shares):
+                    for p in weights:
+                        p.data = shared(p.data)
+                        state = optimizer.state[p] or {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p.data), "exp_avg_sq": torch.zeros_like(p.data)}
+                        optimizer.state[p] = {name: shared(value) for name, value in state.items()}
+                self._given = [{p: shared(torch.zeros_like(p.data)) for other in self.shares[:n] + self.shares[n + 1 :] for p in other} for n in range(self.threads)]
+            self.team = Team(self, self.threads)
 
     # ---- what a step works on
 
@@ -275,10 +278,11 @@ class Training:
         started_s, k = time.perf_counter(), self.config.draft_steps
         *flat, tok = ranks.total([sum(column) for column in zip(*self.team.each("_passes", self.step))])
         sums = [flat[:k], flat[k : 2 * k], flat[2 * k :]]
-        norm = math.hypot(*self.team.each("_norm"))
-        loss = sum(weight * part / max(n, 1) for weight, part, n in zip(self.weights, sums[0], self._work.counts))
-        self._check(self._work, loss, norm)
-        self.team.each("_update", norm)
+        with self._memory_of_a_step():
+            norm = math.hypot(*self.team.each("_norm"))
+            loss = sum(weight * part / max(n, 1) for weight, part, n in zip(self.weights, sums[0], self._work.counts))
+            self._check(self._work, loss, norm)
+            self.team.each("_update", norm)
         self.step += 1
         self.recent = [*self.recent[1 - RECENT :], loss]
         self._note(self._work.epoch, "train", *sums, int(tok), time.perf_counter() - started_s)
@@ -290,9 +294,8 @@ class Training:
         with memory(f"memory ran out while the samples of optimiser step {step + 1} were read: {n_read:,} tokens", "steps of which two fit: one is read while another is computed",
                     f"-p batch_tok {max(64, n_read // 2)}, in another run: -p run_name NAME"):  # fmt: skip
             self._work = work = self._take()
-        n, flat = max(len(batch.tokens) for batch, _ in work.passes), [0.0] * (3 * self.config.draft_steps + 1)
-        with memory(f"memory ran out in optimiser step {step + 1}: {n:,} packed tokens in one pass, draft vocabulary {self.config.draft_vocab_size:,}, {self.config.draft_steps} draft steps",
-                    "passes that fit", f"-p pass_tok {max(64, n // 2)}, which changes no result; then a smaller draft_vocab_size or draft_steps"):  # fmt: skip
+        flat = [0.0] * (3 * self.config.draft_steps + 1)
+        with self._memory_of_a_step():
             for n, (batch, weights) in enumerate(work.passes, start=1):
                 with ranks.gradients(self.model, summed=n == len(work.passes)):
                     total, losses = self.model(batch, self.teacher, self.loss, weights, work.counts)
@@ -303,6 +306,11 @@ class Training:
                 given.copy_(p.grad)
                 p.grad = None
         return flat
+
+    def _memory_of_a_step(self):
+        n = max(len(batch.tokens) for batch, _ in self._work.passes)
+        return memory(f"memory ran out in optimiser step {self.step + 1}: {n:,} packed tokens in one pass, draft vocabulary {self.config.draft_vocab_size:,}, {self.config.draft_steps} draft steps",
+                      "passes that fit", f"-p pass_tok {max(64, n // 2)}, which changes no result; then a smaller draft_vocab_size or draft_steps")  # fmt: skip
 
     def _norm(self) -> float:
         """In each process: the norm of the whole gradient of the weights that it changes."""
@@ -362,8 +370,7 @@ class Training:
                     f"{self.threads} passes at once", "passes that fit", f"-p pass_tok {max(64, most // 2)} or -p threads 1, which change no result; then a smaller draft_vocab_size"):  # fmt: skip
             found = self.team.each("_judge_mine")
         judged = [found[n % self.threads][n // self.threads] for n in range(len(groups))]
-        rows = ((*losses.loss, *losses.hits, *losses.slots, tok, int(counts["accepted"].sum()), int(counts["verify_steps"].sum())) for losses, tok, counts in judged)
-        *flat, tok, accepted, verify_steps = ranks.total([sum(column) for column in zip([0.0] * (3 * k + 3), *rows)])
+        *flat, tok, accepted, verify_steps = ranks.total([sum(column) for column in zip([0.0] * (3 * k + 3), *judged)])
         length = accepted / verify_steps + 1 if verify_steps else math.nan
         self._note(self.steps[self.step - 1][0], "heldout", flat[:k], flat[k : 2 * k], flat[2 * k :], int(tok), time.perf_counter() - started_s, length)
         if length > self.best:
@@ -372,6 +379,7 @@ class Training:
                 save_drafter(self.whole, self.config.drafter_dir, self.record | {"steps": self.step, "heldout_acceptance_length": length}, "best.safetensors")
         else:
             self.worse += 1
+        self.whole = self.drafter
         return 0 < self.config.patience <= self.worse  # sums of whole numbers: every rank says the same
 
     def _heldout_groups(self) -> list[list[str]]:
@@ -386,9 +394,10 @@ class Training:
                 size = self.lengths[key]
         return groups
 
-    def _judge_mine(self) -> list[tuple[Losses, int, pd.DataFrame]]:
-        """In each process: what it finds of its groups."""
-        return [self._judge(keys) for keys in self._heldout_groups()[self.number :: self.threads]]
+    def _judge_mine(self) -> list[list[float]]:
+        """In each process, of each of its groups: loss, hits and slots of each draft step, response tokens, accepted drafts and verify steps."""
+        judged = [self._judge(keys) for keys in self._heldout_groups()[self.number :: self.threads]]
+        return [[*losses.loss, *losses.hits, *losses.slots, tok, int(counts["accepted"].sum()), int(counts["verify_steps"].sum())] for losses, tok, counts in judged]
 
     @torch.no_grad()
     def _judge(self, keys: list[str]) -> tuple[Losses, int, pd.DataFrame]:
@@ -559,7 +568,7 @@ def train(config: Config, store, target: Target, on_step=None) -> Path:
     jumps; a step without a supervised slot; no memory left.
     """
     torch.set_flush_denormal(True)  # Adam's moments of rare tokens fade into denormal numbers
-    torch.set_num_threads(1 if config.device == "cpu" and ranks.WORLD == 1 else config.threads)  # threads share a step and not an operator, whose barriers wait for whatever else runs
+    torch.set_num_threads(1 if config.device == "cpu" and ranks.WORLD == 1 else config.threads)  # processes share a step, and no threads an operator, whose barriers wait for whatever else runs
     with freed_memory_kept(), ranks.group(torch.device(config.device)):
         training = Training(config, store, target)
         try:

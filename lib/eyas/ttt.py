@@ -540,7 +540,7 @@ def batch_loss(drafter: Drafter, batch: Batch, teacher: Teacher, loss: Loss, wei
     `counts`: what each step's sum is divided by, where the pack is a part of what an optimiser step sees; its own supervised slots otherwise.
     """
     names, trained = zip(*((name, p) for name, p in drafter.named_parameters() if p.requires_grad))
-    total, *sums = TrainingTimeTest.apply(drafter, batch, teacher, loss, weights, counts, names, *trained)
+    total, *sums = TrainingTimeTest.apply(drafter, batch, teacher, loss, weights, counts, names, torch.is_grad_enabled(), *trained)
     return Losses(total, *(part.tolist() for part in sums))
 
 
@@ -548,7 +548,7 @@ class TrainingTimeTest(torch.autograd.Function):
     """`batch_loss` as one function of the trained weights: its gradients are made with it, since nothing that comes later could change them but a factor."""
 
     @staticmethod
-    def forward(ctx, drafter, batch, teacher, loss, weights, counts, names, *trained):
+    def forward(ctx, drafter, batch, teacher, loss, weights, counts, names, learns, *trained):
         low, n_steps, active, device = teacher.rows.dtype, len(weights), len(batch.active), batch.states.device
         steps = Steps(drafter, batch, n_steps, low)
         supervised, rows, slots = [], [], []
@@ -560,7 +560,7 @@ class TrainingTimeTest(torch.autograd.Function):
         supervised, rows = torch.cat(supervised), torch.cat(rows)
         scale = torch.tensor([w / max(n, 1) for w, n in zip(weights, counts or slots)], dtype=drafter.norm.weight.dtype, device=device).repeat_interleave(torch.tensor(slots, device=device))
         x = torch.stack(steps.normed).flatten(0, 1).index_select(0, supervised)  # [M, H]
-        learns = any(ctx.needs_input_grad)
+        learns = learns and any(ctx.needs_input_grad)  # these are told whether the weights could have one, not whether one is wanted
         losses, hits, grad_x, grad_weight = head_loss(x, drafter.lm_head.weight, teacher(batch.last), rows, batch.labels[rows], scale, loss, low, learns)
         if learns:
             by_normed = x.new_zeros(n_steps * active, x.shape[1]).index_copy_(0, supervised, grad_x)
@@ -575,4 +575,4 @@ class TrainingTimeTest(torch.autograd.Function):
         found, ctx.found = ctx.found, None
         if float(grad) != 1.0:
             found = [each.mul_(grad) for each in found]
-        return None, None, None, None, None, None, None, *found
+        return None, None, None, None, None, None, None, None, *found
