@@ -21,7 +21,7 @@ from eyas.config import Config
 from eyas.drafter import Drafter, DrafterConfig
 from eyas.formats import export_store
 from eyas.store import Store
-from eyas.target import Target, load_target, target_of
+from eyas.target import Target, target_of
 from eyas.train import plan, train
 from eyas.vocab import DraftVocab, choose_vocab, count_tokens
 
@@ -150,7 +150,8 @@ class Ended(Exception):
 def main() -> None:
     """Ours: `train` itself, held back between its optimiser steps."""
     commands, job = Commands(), json.loads(Path(sys.argv[1]).read_text())
-    config, store, target = Config.create(**job["config"]), part(Store.open(Path(job["store"])), job["ids"]), target_of(config)
+    config, store = Config.create(**job["config"]), part(Store.open(Path(job["store"])), job["ids"])
+    target = target_of(config)
     torch.set_num_threads(config.threads)
     drafter = Drafter(DrafterConfig.from_target(target, config.boundaries, config.draft_vocab_size), DraftVocab(torch.tensor(job["vocab"]), target.vocab_size))
     base, clock, left, losses, watching = memory_bytes("VmRSS"), 0.0, 0, [], None
