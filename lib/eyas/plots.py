@@ -44,7 +44,7 @@ def plot_loss(metrics: pd.DataFrame, ax: Axes | None = None) -> Axes:
             else:
                 ax.plot(loss.index, loss, color=colour, marker="o", label=name)
         ax.set(xlabel="optimiser step", ylabel="soft cross-entropy, nats", title="Loss")
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         ax.legend()
     return ax
 
@@ -59,7 +59,7 @@ def plot_draft_accuracy(metrics: pd.DataFrame, ax: Axes | None = None) -> Axes:
             ax.plot(train["step"], _smooth(train["accuracy"]), color=colour, label=f"step {draft_step + 1}, training")
             ax.plot(heldout["step"], heldout["accuracy"], color=colour, marker="o", linestyle="--", label=f"step {draft_step + 1}, held out")
         ax.set(xlabel="optimiser step", ylabel="accuracy", title="Accuracy per draft step", ylim=(0, None))
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         ax.yaxis.set_major_formatter(PercentFormatter(1))
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))  # beside the curves, which fill the axes
     return ax
@@ -72,7 +72,7 @@ def plot_heldout_acceptance(metrics: pd.DataFrame, ax: Axes | None = None) -> Ax
         judged = metrics.dropna(subset=["acceptance_length"]).drop_duplicates("step")
         ax.plot(judged["step"], judged["acceptance_length"], color=VERMILION, marker="o")
         ax.set(xlabel="optimiser step", ylabel="acceptance length", title="Held-out acceptance length (offline walk, bonus token included)", xlim=(0, None))
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     return ax
 
 
