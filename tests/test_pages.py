@@ -78,6 +78,8 @@ def test_numbers_are_those_of_run_json():
     assert summary.sentence(run) in text and "<svg" in sent
     for at in headline["served_throughput"]["at"]:
         assert f"{at['value']:.2f}" in summary.sentence(run) and f"95 % interval {at['low']:.2f} to {at['high']:.2f}" in summary.sentence(run)
+    headline["served_throughput"] = None
+    assert "prefill included" in summary.sentence(run), "the verdict of our own decoder, where the server's throughput was not measured"
     assert not re.search(r"(?:src|href)=", re.sub(r"<style>.*?</style>", "", sent, flags=re.S)), "a file to send has no links to others"
 
 

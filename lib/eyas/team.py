@@ -61,7 +61,8 @@ class Team:
     def each(self, method: str, *args) -> list:
         """member.method(*args) in every process at once; what each gave, by its number. An error in any is raised here, once all have answered."""
         for connection, _ in self.others:
-            self._say(connection, (method, args))
+            with contextlib.suppress(ConnectionError):  # of one that is gone the answer will be missing
+                connection.send((method, args))
         found, error = [], None
         try:
             found.append(getattr(self.member, method)(*args))
@@ -78,12 +79,6 @@ class Team:
         if error is not None:
             raise error
         return found
-
-    def _say(self, connection: Connection, message: tuple) -> None:
-        try:
-            connection.send(message)
-        except ConnectionError:
-            pass  # its answer will be missing
 
     def close(self) -> None:
         for connection, _ in self.others:

@@ -361,9 +361,9 @@ class Training:
         """Loss, accuracy and acceptance on the held-out samples, each judged by one rank, added to the metrics; the best drafter is kept. Is it time to stop?
 
         EyasError where memory ends."""
-        self.whole, k = self._whole_drafter(), self.config.draft_steps
         if not self.heldout:
             return False
+        self.whole, k = self._whole_drafter(), self.config.draft_steps
         started_s, groups = time.perf_counter(), self._heldout_groups()
         most = max((sum(self.lengths[key] for key in keys) for keys in groups), default=0)
         with memory(f"memory ran out while held-out samples were judged after optimiser step {self.step}: {most:,} tokens in one pass, draft vocabulary {self.config.draft_vocab_size:,}, "
