@@ -215,7 +215,7 @@ def _verify(args) -> int:
 
     config = _config(args)
     target, prompts = target_of(config), load_prompts(config.answered_path)
-    report = verify(config.store_dir, prompts, target.tokenizer(), deep=not args.quick)
+    report = verify(config.store_dir, prompts, target.tokenizer(), deep=not args.quick, head=target.head())
     print(report)
     if report.foreign or not (report.ok or args.repair):
         print("next: the same command with " + ("the profile and settings that the store was made with" if report.foreign else "--repair"))
@@ -228,7 +228,7 @@ def _verify(args) -> int:
             print("an imported store; next: the same python -m eyas store import again brings back just these")
             return 1
         print(extract(config, need_servers(config), target, prompts))
-        report = verify(config.store_dir, prompts, target.tokenizer())
+        report = verify(config.store_dir, prompts, target.tokenizer(), head=target.head())
         print(report)
     store = Store.open(config.store_dir)
     if not report.ok or store.manifest["prompts"]["hash"] is None:

@@ -5,7 +5,8 @@ Face's forward pass of the same weights, once in float32 (`exact`) and once in t
 
     text      token ids and loss mask are the prompt set's, encoded again; without one (an imported store) every supervised run starts
               right after the template's generation prompt and ends with a control token, before one, or with the sample
-    head      head(norm(last state)) gives the server's own log-probability of every next token and of its first choice
+    head      the copied norm and head are the target's, weight for weight, and head(norm(last state)) gives the server's own log-probability of
+              every next token and of its first choice
     boundary  every stored boundary is nearest to the reference's boundary of that id, among all N+1, and as near as rounding allows;
               no row is lost: each is nearer to its own token's reference than half way to a neighbour's
     serving   the states that the server computes for the same tokens in another batch and while decoding them are the stored ones
@@ -20,7 +21,7 @@ Massive activations decide nothing: all distances are per token, sum |x - r| / s
 That distance (L1) also does not grow by quantisation: an fp8 code that flips moves by a whole step, as seldom as the step is wide, so
 an fp8 store is judged by the same rule. For a float32 store the floor of bfloat16 is wider than need be.
 
-What a bounded sample cannot see is a fault in few samples: n samples miss one that is in a share p of the store with (1 - p)^n.
+What a bounded sample cannot see is a fault in few samples: n samples miss one that is in a share p of the store with (1 - p)^n. `unseen` says so in the certificate.
 
 Axes: T tokens of one sample, B stored boundaries, N+1 boundaries of the model, H hidden, V vocabulary.
 """
@@ -43,7 +44,7 @@ import torch
 from safetensors.torch import load
 
 from eyas import __version__
-from eyas.certificate import write_certificate
+from eyas.certificate import FORMAT, write_certificate
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.extract import SampleError, take_file
@@ -60,6 +61,45 @@ REFERENCE_BYTES = 4 * 2**30  # of all N+1 boundaries in both dtypes
 IN_A_GRAPH = "CUDA graph"  # what the plugin says of passes whose rows it cannot see
 IN_FLIGHT = 4  # requests for log-probabilities: their logits are [S, V]
 FLOORS = 2  # the triangle inequality: two results, each one floor from the truth
+WIDEST_FLOOR = 0.25  # of a boundary's states, median; bfloat16 gives 0.002 an operation and was measured at up to 0.05
+WIDEST_LOGP_FLOOR = 0.5  # of log-probabilities in nats, median
+LEAST_AGREEING = 0.5  # share of positions whose first choice is the server's, ties left out
+ESCAPES = 0.05  # chance at which a fault's share of the samples is named in `unseen`
+SAME_LOGITS = 1e-3  # largest difference between a model's logits and those of its norm and head, by the largest logit
+
+
+@dataclass(frozen=True)
+class ReferenceHead:
+    """The target's final norm and head in float32, as Hugging Face loads them from its files. The store has no part in it."""
+
+    norm: torch.nn.Module
+    lm_head: torch.nn.Module
+    after_norm: bool = False  # the states that it is given stand after the norm already
+
+    @torch.inference_mode()
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the logits [..., V] of states [..., H], in float32."""
+        states = states.float()
+        return self.lm_head(states if self.after_norm else self.norm(states)).float()
+
+    def differences(self, head: Head) -> list[str]:
+        """Return in words which weights of `head` are not the target's; an empty list if all are."""
+        wrong = []
+        norm_weight, lm_head = self.norm.weight.float(), self.lm_head.weight.float()
+        for name, copied, own in (
+            ("final norm", head.norm_weight, norm_weight),
+            ("head", head.lm_head, lm_head),
+        ):
+            if copied.shape != own.shape:
+                wrong.append(f"the copied {name} is {list(copied.shape)}, the target's {list(own.shape)}")
+            elif not torch.equal(copied, own):
+                rows = int((copied != own).flatten(1).any(1).sum() if own.ndim > 1 else (copied != own).sum())
+                unit = "rows" if own.ndim > 1 else "weights"
+                wrong.append(f"{rows:,} of {len(own):,} {unit} of the copied {name} are not the target's")
+        eps = getattr(self.norm, "variance_epsilon", getattr(self.norm, "eps", None))
+        if eps is not None and not math.isclose(eps, head.eps, rel_tol=1e-6):
+            wrong.append(f"the copied norm adds {head.eps:g} to the variance, the target's {eps:g}")
+        return wrong
 
 
 @dataclass(frozen=True)
@@ -73,6 +113,7 @@ class Reference:
     rounded: torch.Tensor
     exact_logp: torch.Tensor
     rounded_logp: torch.Tensor
+    head: ReferenceHead
 
 
 @dataclass(frozen=True)
@@ -210,10 +251,17 @@ def _mask_fault(sample: dict, tokenizer, opening: str) -> str:
 
 
 def head_test(samples: dict[str, dict], evidence: dict[str, Evidence], head: Head, dtype: str) -> Verdict:
-    """The stored last state through the copied norm and head, against the server's own log-probabilities.
+    """Judge the copied norm and head, and the stored last state through them, by the server's own log-probabilities.
 
-    A first choice that is not the server's has to be a tie: neither token's log-probability further off than two of the largest floors.
+    The weights have to be the target's, all of them: that needs no sample. A first choice that is not the server's has to be a tie: neither
+    token's log-probability further off than two of the largest floors. The floors are those of the reference's own head.
     """
+    judge = next(iter(evidence.values())).reference.head
+    wrong = judge.differences(head)
+    if wrong:
+        wrong[-1] += " (python -m eyas verify --repair writes them again)"
+    if any(tuple(weight.shape) != tuple(own.shape) for weight, own in ((head.lm_head, judge.lm_head.weight), (head.norm_weight, judge.norm.weight))):
+        return Verdict("head", False, "; ".join(wrong), math.inf)
     parts = []  # (error [2(T-1)], floor of the store's way [2(T-1)], floor of the server's [2(T-1)], what the head prefers its own first choice by [T-1])
     for id, sample in samples.items():
         served, reference, ids = evidence[id].served, evidence[id].reference, sample["input_ids"]
@@ -222,18 +270,24 @@ def head_test(samples: dict[str, dict], evidence: dict[str, Evidence], head: Hea
             return Verdict("head", False, f"{id}: {last.shape[0]} rows for {len(ids)} tokens", math.inf)
         both = torch.stack([ids[1:], served.top_ids])  # [2, T-1]
         mine, first = _log_probabilities(head, last, both)
-        analogue, _ = _log_probabilities(head, as_stored(reference.rounded[-1], dtype), both)
-        error, stored, own = mine - torch.stack([served.next_logp, served.top_logp]), analogue - reference.exact_logp, reference.rounded_logp - reference.exact_logp
+        analogue, _ = _log_probabilities(judge, as_stored(reference.rounded[-1], dtype), both)
+        error = mine - torch.stack([served.next_logp, served.top_logp])
+        stored = analogue - reference.exact_logp
+        own = reference.rounded_logp - reference.exact_logp
         parts.append((error.abs().flatten(), stored.abs().flatten(), own.abs().flatten(), first - mine[1]))
     error, stored, own, behind = map(torch.cat, zip(*parts))
     wider = stored if stored.median() > own.median() else own
     row, tie = _summary(error, wider), FLOORS**2 * float(torch.maximum(stored, own).max())
     each = [_excess(_quantile(e, 0.5), FLOORS * max(_quantile(s, 0.5), _quantile(o, 0.5))) for e, s, o, _ in parts]
-    excess = max(row["excess"], *each, _excess(float(behind.max()), tie))
     agreeing, ties = int((behind <= 0).sum()), int(((behind > 0) & (behind <= tie)).sum())
+    floor = _quantile(wider, 0.5)
+    excess = max(row["excess"], *each, _excess(float(behind.max()), tie), LEAST_AGREEING * len(behind) / max(agreeing, 1e-9), floor / WIDEST_LOGP_FLOOR)
+    if floor > WIDEST_LOGP_FLOOR:
+        wrong.append(f"the reference itself is {floor:.2f} nats from exact, rounding gives at most {WIDEST_LOGP_FLOOR}: it is no reference")
     detail = f"first choice as the server's at {agreeing:,} of {len(behind):,} positions, {ties} more tie; "
     detail += f"log-probabilities {row['error_p50']:.3f} apart (median), {excess:.2f} of the limit"
-    return Verdict("head", excess <= 1, detail, excess, ({"positions": len(behind), "agreeing": agreeing, "ties": ties} | row | {"excess": excess},))
+    numbers = {"positions": len(behind), "agreeing": agreeing, "ties": ties} | row | {"excess": excess, "wrong_weights": wrong}
+    return Verdict("head", excess <= 1 and not wrong, "; ".join([*wrong, detail]), math.inf if wrong else excess, (numbers,))
 
 
 def _log_probabilities(head: Head, states: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -260,10 +314,14 @@ def boundary_test(samples: dict[str, dict], evidence: dict[str, Evidence], dtype
         row["excess"] = max(row["excess"], *(_excess(_quantile(m.error, 0.5), FLOORS * _quantile(m.floor, 0.5)) for m in found))
         if row["lost_rows"]:
             row["excess"] = max(row["excess"], *(m.worst for m in found))
+        floor = row["limit_p50"] / FLOORS
+        row["excess"] = max(row["excess"], floor / WIDEST_FLOOR)
         if row["nearest"] != b:
             wrong.append(f"{b} is nearest to {row['nearest']}")
         elif row["lost_rows"]:
             wrong.append(f"{row['lost_rows']} rows of boundary {b} are not their tokens'")
+        elif floor > WIDEST_FLOOR:
+            wrong.append(f"the reference of {b} is {floor:.0%} from exact, rounding gives at most {WIDEST_FLOOR:.0%}: it is no reference")
         elif row["excess"] > 1:
             wrong.append(f"{b} is {FLOORS * row['excess']:.1f} floors away")
         table.append(row)
@@ -358,6 +416,11 @@ def n_parameters(folder: Path) -> int:
     return total
 
 
+def _stack(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the one module that has both `layers` and `norm`, in any family."""
+    return next(m for m in model.modules() if isinstance(getattr(m, "layers", None), torch.nn.ModuleList) and isinstance(getattr(m, "norm", None), torch.nn.Module))
+
+
 class HuggingFace:
     """The target in Hugging Face's implementation, in float32 and in bfloat16. EyasError when the machine has no room for both."""
 
@@ -368,13 +431,15 @@ class HuggingFace:
             raise EyasError(f"the reference of {target.name} takes {bytes_text(need)} of memory", f"that much free ({bytes_text(psutil.virtual_memory().available)} are)",
                             "python -m eyas parity on a machine that has it and sees the server's spool; or train with -p without_parity true")
         self.rows: dict[int, torch.Tensor] = {}
+        self.target = target
         self.models = [target.causal_lm(dtype) for dtype in (torch.float32, torch.bfloat16)]
         for model in self.models:
-            self._hook(model)
+            self._hook(_stack(model))
+        exact = self.models[0]
+        self.head = ReferenceHead(_stack(exact).norm, exact.get_output_embeddings())
 
-    def _hook(self, model: torch.nn.Module) -> None:
-        """Residual stream into each block and into the final norm: the one module that has both `layers` and `norm`, in any family."""
-        stack = next(m for m in model.modules() if isinstance(getattr(m, "layers", None), torch.nn.ModuleList) and isinstance(getattr(m, "norm", None), torch.nn.Module))
+    def _hook(self, stack: torch.nn.Module) -> None:
+        """Keep the residual stream that enters each block and the final norm."""
         for b, module in enumerate([*stack.layers, stack.norm]):
             def hook(_, args, kwargs, b=b):
                 self.rows[b] = (args[0] if args else kwargs["hidden_states"])[0]  # [T, H]
@@ -391,7 +456,17 @@ class HuggingFace:
             logps.append((logits.gather(1, both).float() - logits.float().logsumexp(-1, keepdim=True)).T)
             passes.append(torch.stack([self.rows[b] for b in sorted(self.rows)]))
             self.rows.clear()
-        return Reference(passes[0], passes[1], logps[0], logps[1])
+            if model is self.models[0]:
+                self._check_form(passes[0][-1][:-1], logits)
+        return Reference(passes[0], passes[1], logps[0], logps[1], self.head)
+
+    def _check_form(self, last: torch.Tensor, logits: torch.Tensor) -> None:
+        """Raise EyasError unless the model's logits [T, V] are its head applied to its normed last states [T, H]."""
+        mine = self.head.logits(last)
+        self.rows.clear()  # the norm's hook saw these too
+        if mine.shape != logits.shape or float((mine - logits).abs().max()) > SAME_LOGITS * float(logits.abs().max()):
+            raise EyasError(f"the logits of {self.target.name} are not its head applied to its normed last state: it scales or caps them",
+                            "a family whose head is a matrix alone, since logits are recomputed from a store that way", f"python -m eyas doctor --target {self.target.folder}")
 
 
 class Asked:
@@ -485,23 +560,23 @@ def certify(config: Config, server: Server, store: Store, target: Target, prompt
             progress.update(samples=1, tok=len(samples[id]["input_ids"]), note="compared with Hugging Face")
         del reference
     if store.manifest.get("last_state") == "post-norm":
-        evidence = {id: after_norm(e, target.head()) for id, e in evidence.items()}
+        evidence = {id: after_norm(e) for id, e in evidence.items()}
     referred_s = time.monotonic()
     hashes = {name: store.manifest.get(name) for name in ("tokenizer_hash", "template_hash")}
     tests = examine(samples, evidence, head, dtype, tokenizer, hashes)
     judged_s = time.monotonic()
-    table = demonstration(samples, evidence, head, dtype, tokenizer)
+    table = demonstration(samples, evidence, head, dtype, tokenizer, target.embedding())
     hidden = not any("decoding" in s.states for s in served.values())
     seconds = {"server": served_s - started_s, "reference": referred_s - served_s, "tests": judged_s - referred_s, "faults": time.monotonic() - judged_s}
     record = {
-        "format": "eyas-parity-1", "passed": all(test.ok is not False for test in tests), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "format": FORMAT, "passed": all(test.ok is not False for test in tests), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {"eyas": __version__} | {name: importlib.metadata.version(name) for name in ("torch", "transformers", "sglang")},
         "target": store.manifest["target"], "engine": store.manifest["engine"], "dtype": dtype,
         "samples": ids, "of_samples": len(store.samples()), "tok": sum(len(s["input_ids"]) for s in samples.values()),
         "seconds": {name: round(value, 2) for name, value in seconds.items()} | {"all": round(sum(seconds.values()), 2)},
         "share_of_extraction": _share_of_extraction(store, sum(seconds.values())),
         "tests": [asdict(test) for test in tests], "faults": table,
-        "not_measured": ["decoding: the server decodes inside CUDA graphs; --cuda-graph-backend-decode disabled would show it"] if hidden else [],
+        "unseen": unseen(len(ids), len(store.samples()), hidden),
     }  # fmt: skip
     write_certificate(store, _finite(record))
     return record
@@ -562,7 +637,7 @@ def expected_samples(config: Config, prompts: PromptSet | None, tokenizer, ids: 
     return {id: encode(conversations[id], tokenizer, config.max_length) for id in ids}
 
 
-def demonstration(samples: dict[str, dict], evidence: dict[str, Evidence], head: Head, dtype: str, tokenizer) -> list[dict]:
+def demonstration(samples: dict[str, dict], evidence: dict[str, Evidence], head: Head, dtype: str, tokenizer, embedding: torch.Tensor) -> list[dict]:
     """The detection table on the two shortest samples: what each test would have said of faulty data."""
     from eyas.faults import clean, detection_table, faults
 
@@ -570,18 +645,51 @@ def demonstration(samples: dict[str, dict], evidence: dict[str, Evidence], head:
     if len(two) < 2:
         return []
     some, of = {id: samples[id] for id in two}, {id: evidence[id] for id in two}
-    return detection_table([*clean(some, of, dtype), *faults(some, of, head, dtype, tokenizer)], head, tokenizer)
+    return detection_table([*clean(some, of, head, dtype), *faults(some, of, head, dtype, tokenizer, embedding)], tokenizer)
 
 
-def after_norm(evidence: Evidence, norm: Head) -> Evidence:
-    """The same for a store whose last states stand after the final norm, as some imports have them."""
-    def normed(states: torch.Tensor) -> torch.Tensor:
-        return torch.cat([states[:-1], norm.normed(states[-1:]).to(states.dtype)])
-
+def after_norm(evidence: Evidence) -> Evidence:
+    """Return the same for a store whose last states stand after the final norm, as some imports have them."""
     served, reference = evidence.served, evidence.reference
+
+    @torch.inference_mode()
+    def normed(states: torch.Tensor) -> torch.Tensor:
+        return reference.head.norm(states.float()).to(states.dtype)
+
+    def last_normed(states: torch.Tensor) -> torch.Tensor:  # [N+1, T, H]
+        return torch.cat([states[:-1], normed(states[-1:])])
+
     last = len(reference.exact) - 1
-    ways = {how: (at, rows | {last: norm.normed(rows[last]).to(rows[last].dtype)}) for how, (at, rows) in served.states.items()}
-    return replace(evidence, served=replace(served, states=ways), reference=replace(reference, exact=normed(reference.exact), rounded=normed(reference.rounded)))
+    ways = {how: (at, rows | {last: normed(rows[last])}) for how, (at, rows) in served.states.items()}
+    judged = replace(
+        reference,
+        exact=last_normed(reference.exact),
+        rounded=last_normed(reference.rounded),
+        head=replace(reference.head, after_norm=True),
+    )
+    return replace(evidence, served=replace(served, states=ways), reference=judged)
+
+
+def unseen(n_samples: int, of_samples: int, in_graph: bool) -> list[str]:
+    """Return in sentences what a certificate over n of so many samples cannot see."""
+    said = []
+    if n_samples < of_samples:
+        share = 1 - ESCAPES ** (1 / n_samples)
+        said.append(
+            f"{n_samples} of {of_samples:,} samples were compared: a fault in {share:.0%} of the samples"
+            f" escapes in {ESCAPES:.0%} of certificates, a fault in fewer samples more often"
+            " (-p parity_samples N compares more)"
+        )
+    said.append(
+        "within a sample, a fault in up to a tenth of its rows escapes while each row stays nearer to its"
+        " own token's reference than half way to a neighbouring token's"
+    )
+    if in_graph:
+        said.append(
+            "decoding: the server decodes inside CUDA graphs;"
+            " --cuda-graph-backend-decode disabled would show it"
+        )
+    return said
 
 
 def _share_of_extraction(store: Store, seconds: float) -> float | None:
@@ -608,7 +716,7 @@ def tests_table(record: dict) -> pd.DataFrame:
 def summary(record: dict) -> str:
     """A line per test, then the cost."""
     words = {True: "ok  ", False: "FAIL", None: "    "}
-    lines = [f"{words[test['ok']]}  {test['name']:9} {test['detail']}" for test in record["tests"]] + [f"not measured: {what}" for what in record["not_measured"]]
+    lines = [f"{words[test['ok']]}  {test['name']:9} {test['detail']}" for test in record["tests"]] + [f"not seen: {what}" for what in record["unseen"]]
     return "\n".join([*lines, cost(record)])
 
 

@@ -224,6 +224,12 @@ class Store:
         return kind(weights["norm_weight"].float(), weights["lm_head"].float(), self.manifest["target"]["rms_norm_eps"])
 
     @property
+    def head_hash(self) -> str:
+        """The content hash of head.safetensors as its bytes are; empty when it is missing, torn or altered."""
+        weights = read_head(self.folder)
+        return content_hash(weights) if weights is not None else ""
+
+    @property
     def n_bytes(self) -> int:
         """Bytes that the shards take on the disk."""
         return sum(path.stat().st_size for path in (self.folder / "shards").glob("*.safetensors"))

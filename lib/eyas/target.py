@@ -90,7 +90,20 @@ class Target:
         if not self.trust_remote_code and self.config.get("auto_map") and self.config.get("model_type") not in CONFIG_MAPPING:  # transformers would ask on the terminal
             raise EyasError(f"the model {self.name} is Python that lies in its folder", "leave to run it", "read it, then the same command with -p trust_remote_code true")
         logging.disable_progress_bar()  # one second; a bar in every report
-        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype, trust_remote_code=self.trust_remote_code, **settings).eval()
+        model, info = AutoModelForCausalLM.from_pretrained(
+            self.folder,
+            dtype=dtype,
+            trust_remote_code=self.trust_remote_code,
+            output_loading_info=True,
+            **settings,
+        )
+        if missing := sorted(info["missing_keys"]):  # transformers fills them at random
+            raise EyasError(
+                f"{len(missing)} weights of {self.name} are not in its files: {', '.join(missing[:3])}",
+                "every weight that config.json asks for",
+                f"copy the model's folder again, then python -m eyas doctor --target {self.folder}",
+            )
+        return model.eval()
 
     def tensor(self, ending: str) -> torch.Tensor:
         """The one weight whose name is or ends with `.ending`, in the dtype of the folder."""

@@ -24,6 +24,7 @@ from eyas.extract import counted, write_data_config
 from eyas.files import is_sealed, read_json, write_json
 from eyas.plan import last_run
 from eyas.progress import Progress
+from eyas.target import Head
 from eyas.prompts import PromptSet, encode, template_hash, tokenizer_hash
 from eyas.store import (
     Store, StoreDamaged, content_hash, index_columns, lock_for_reading, lock_store, read_head, read_index, read_manifest, rows_of_shard, tensor_names, write_index,
@@ -54,16 +55,17 @@ class VerifyReport:
         return "\n".join(lines)
 
 
-def verify(folder: Path, prompts: PromptSet | None = None, tokenizer=None, deep: bool = True) -> VerifyReport:
-    """Read everything back; not `deep`: sizes and headers only. With the prompt set and the tokenizer, ids and masks are compared with what they should be.
+def verify(folder: Path, prompts: PromptSet | None = None, tokenizer=None, deep: bool = True, head: Head | None = None) -> VerifyReport:
+    """Read everything back; not `deep`: sizes and headers only. With the prompt set and the tokenizer, ids and masks are compared with what they should be,
+    with the target's `head` the copied one.
 
     The report is kept beside the store, as verification.json, where that can be written. EyasError when there is no store, or somebody is writing to it.
     """
     with lock_for_reading(folder) or contextlib.nullcontext():
-        return _verify(folder, prompts, tokenizer, deep)
+        return _verify(folder, prompts, tokenizer, deep, head)
 
 
-def _verify(folder: Path, prompts: PromptSet | None, tokenizer, deep: bool) -> VerifyReport:
+def _verify(folder: Path, prompts: PromptSet | None, tokenizer, deep: bool, head: Head | None) -> VerifyReport:
     report = VerifyReport()
     try:
         store = Store.open(folder)
@@ -80,8 +82,7 @@ def _verify(folder: Path, prompts: PromptSet | None, tokenizer, deep: bool) -> V
         detail += "; pending ones come with the same extract again"
     report.checks.append(("index", not doubled, detail + (f"; doubled: {doubled[:3]}" if doubled else "")))
     expected = _expected(store, prompts, tokenizer, report)
-    whole = read_head(store.folder) is not None
-    report.checks.append(("head", whole, "final norm and head as written" if whole else "missing, torn or altered: --repair has it written again"))
+    report.checks.append(("head", *_check_head(store, head)))
     if deep:
         _read_samples(store, done, expected, report)
     _check_shards(store, report)
@@ -91,6 +92,19 @@ def _verify(folder: Path, prompts: PromptSet | None, tokenizer, deep: bool) -> V
     _check_counts(store, report)
     _keep(store.folder, report, deep)
     return report
+
+
+def _check_head(store: Store, head: Head | None) -> tuple[bool, str]:
+    """Return whether head.safetensors is as written and, where the target's head is given, the target's own; and that in words."""
+    weights, again = read_head(store.folder), "--repair has it written again"
+    if weights is None:
+        return False, f"missing, torn or altered: {again}"
+    if head is None:
+        return True, "final norm and head as written"
+    own = {"norm_weight": head.norm_weight, "lm_head": head.lm_head}
+    if all(torch.equal(weights[name].float(), own[name]) for name in own):
+        return True, "final norm and head are the target's own"
+    return False, f"final norm and head are not the target's: {again}"
 
 
 def _keep(folder: Path, report: VerifyReport, deep: bool) -> None:
