@@ -17,6 +17,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
+from eyas.boundaries import boundaries_of
 from eyas.config import Config
 from eyas.drafter import Drafter, DrafterConfig
 from eyas.formats import export_store
@@ -84,6 +85,7 @@ class Data:
     """A part of a store for all trainers: ours reads the store, the peers read files that `export_store` wrote of it into `folder`."""
 
     def __init__(self, config: Config, store: Store, target: Target, ids: list[str], folder: Path, kinds: list[str]):
+        config = dataclasses.replace(config, boundaries=boundaries_of(config, target.n_blocks).feeding)
         self.config, self.store, self.target, self.folder = config, part(store, ids), target, folder
         rows = self.store.index
         self.lengths, self.loss_tok = dict(zip(rows["id"], rows["length"].astype(int))), dict(zip(rows["id"], rows["loss_tok"].astype(int)))

@@ -25,6 +25,7 @@ import numpy as np
 import psutil
 import torch
 
+from eyas.boundaries import boundaries_of
 from eyas.config import Config
 from eyas.extract import Fleet, _run, chosen, make_manifest
 from eyas.intervals import interval_text, ratio_interval
@@ -50,9 +51,9 @@ def main() -> None:
         small = make_tiny_target(Path(folder) / "small", hidden=1024)
         config = Config.load("demo", run_name="benchmark", train_samples=args.samples, heldout_samples=1)
         writing(embedded, config, Path(folder), args.rounds, args.store_mib)
-        for target, boundaries in ((embedded, config.boundaries), (load_target(str(small)), (1, 2))):
+        for target, boundaries in ((embedded, ()), (load_target(str(small)), (1, 2))):
             config = dataclasses.replace(config, target=str(target.folder), boundaries=boundaries)
-            print(f"-- {target.n_blocks} blocks of {target.hidden_size}, boundaries {list(config.stored_boundaries(target.n_blocks))}")
+            print(f"-- {target.n_blocks} blocks of {target.hidden_size}, boundaries {list(boundaries_of(config, target.n_blocks).stored)}")
             with start(config, target, Path(folder)) as server:
                 serving(target, config, server, args.rounds, args.samples)
 
@@ -60,7 +61,7 @@ def main() -> None:
 def start(config: Config, target, folder: Path) -> Server:
     spool = folder / "spool"
     port = _free_port()
-    command, environment = server_command(config, target.folder, config.stored_boundaries(target.n_blocks), port, spool)
+    command, environment = server_command(config, target.folder, boundaries_of(config, target.n_blocks).stored, port, spool)
     with open(folder / "server.log", "wb") as log:
         process = subprocess.Popen([*command, "--enable-return-hidden-states"], stdout=log, stderr=log, env=os.environ | environment, start_new_session=True)
     (folder / "server.json").write_text("{}")
@@ -130,7 +131,7 @@ def peak(pid: int) -> int:
 
 
 def writing(target, config: Config, folder: Path, rounds: int, mib: int) -> None:
-    length, boundaries = 256, config.stored_boundaries(target.n_blocks)
+    length, boundaries = 256, boundaries_of(config, target.n_blocks).stored
     states = {b: torch.randn(length, target.hidden_size).bfloat16() for b in boundaries}
     ids, mask = torch.arange(length), torch.ones(length, dtype=torch.bool)
     n = mib * 2**20 // sum(t.nbytes for t in states.values())

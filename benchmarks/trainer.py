@@ -69,7 +69,7 @@ def main() -> None:
         steps = data.steps(0)
         if len(steps) < n_steps:
             parser.error(f"the store has {len(steps)} optimiser steps, {n_steps} are needed: fewer --rounds or --steps, or a smaller -p batch_tok")
-        print(f"{len(data.rows)} samples, {config.batch_tok} tokens a step, {target.name}, boundaries {list(config.boundaries)}, D = {config.draft_vocab_size:,}, "
+        print(f"{len(data.rows)} samples, {config.batch_tok} tokens a step, {target.name}, boundaries {list(data.config.boundaries)}, D = {config.draft_vocab_size:,}, "
               f"K = {config.draft_steps}, {args.threads} threads, AdamW, {args.rounds} rounds of {args.steps} steps")
         found = {dtype: race(data, kinds, dtype, args) for dtype in args.dtypes}
     print("\n| dtype | trainer | response tok/s | all tok/s | ours is faster by | peak memory | at the start | samples held | least peak in trials |\n" + 9 * "|---" + "|")

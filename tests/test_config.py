@@ -6,9 +6,9 @@ from eyas.config import Config, verified_tok
 from eyas.errors import EyasError
 
 
-@pytest.mark.parametrize("given", [[2, 15, 27], (2, 15, 27), "[2, 15, 27]", "2,15,27", " (2, 15, 27) "])
+@pytest.mark.parametrize("given", [[3, 16, 28], (3, 16, 28), "[3, 16, 28]", "3,16,28", " (3, 16, 28) "])
 def test_boundaries_however_they_are_written(given):
-    assert Config.create(boundaries=given).boundaries == (2, 15, 27)
+    assert Config.create(boundaries=given).boundaries == (3, 16, 28)
 
 
 @pytest.mark.parametrize(("name", "given", "value"), [
@@ -21,7 +21,7 @@ def test_strings_become_what_the_setting_is(name, given, value):
 
 
 @pytest.mark.parametrize(("name", "given"), [
-    ("boundaries", "2,x"), ("boundaries", "[2, 1.5]"), ("boundaries", [True, 2]), ("boundaries", "27,2"), ("boundaries", "2,2"), ("boundaries", []), ("boundaries", "-1,2"),
+    ("boundaries", "2,x"), ("boundaries", "[2, 1.5]"), ("boundaries", [True, 2]), ("boundaries", "27,2"), ("boundaries", "2,2"), ("boundaries", "-1,2"),
     ("store_fp8", "yes"), ("store_fp8", 1), ("epochs", "nan"), ("epochs", True), ("epochs", 0), ("seed", 1.5), ("seed", "one"), ("run_name", 3), ("run_name", "../else"),
     ("device", "gpu"), ("loss", "mse"), ("max_length", 4096), ("server_url", "localhost:30000"), ("port", 70000),
     ("chat_template_kwargs", "enable_thinking"), ("chat_template_kwargs", "[false]"), ("chat_template_kwargs", "{}"), ("chat_template_kwargs", '{"messages": []}'),

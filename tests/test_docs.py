@@ -78,7 +78,7 @@ NOT_RUN = {  # commands that pages name and no page runs: what does
 }
 # A tiny target has fewer tokens and blocks than the page's model, and a test less time.
 SMALLER = {
-    "draft_vocab_size: 4096": "draft_vocab_size: 384", "boundaries: [2, 15, 27]": "boundaries: [2, 4, 5]", "head -n 96": "head -n 24", "head -n 16": "head -n 6",
+    "draft_vocab_size: 4096": "draft_vocab_size: 384", "head -n 96": "head -n 24", "head -n 16": "head -n 6",
     "train_samples: 96": "train_samples: 24", "heldout_samples: 16": "heldout_samples: 6", "max_new_tok: 48": "max_new_tok: 24", "epochs: 3.0": "epochs: 2.0", "decode_prompts: 8": "decode_prompts: 4",
     "threads: 1": "threads: 1\nserver_timeout_s: 900.0", "decode_new_tok: 32": "decode_new_tok: 16", "check_bf16_prompts: 4": "check_bf16_prompts: 2",
 }  # fmt: skip

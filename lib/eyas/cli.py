@@ -255,11 +255,14 @@ def _parity(args) -> int:
 
 
 def _store_export(args) -> int:
+    from eyas.boundaries import boundaries_of
     from eyas.formats import export_store
     from eyas.store import Store
 
     config = _config(args)
-    print(export_store(Store.open(config.store_dir), args.format, args.out, config.boundaries, args.split))
+    store = Store.open(config.store_dir)
+    feeding = boundaries_of(config, store.boundaries[-1]).feeding
+    print(export_store(store, args.format, args.out, feeding, args.split))
     return 0
 
 

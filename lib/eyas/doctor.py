@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eyas import __version__
+from eyas.boundaries import MIN_BLOCKS, default_boundaries
 from eyas.errors import EyasError
 from eyas.files import ROOT, data_dir, read_json
 from eyas.layer_ids import SGLANG, engine_ids, round_trip, round_trip_text, rule
@@ -94,7 +95,7 @@ def target_doctor(name: str) -> tuple[list[Check], str]:
         check_cpu(config, text),
     ]
     known = all(c.ok is not False for c in checks if c.name in ("architecture", "layer ids"))
-    triple = (2, n_blocks // 2, n_blocks - 3) if n_blocks >= 7 else None
+    triple = default_boundaries(n_blocks) if n_blocks >= MIN_BLOCKS else None
     return checks, "Its layer ids:\n" + round_trip_text(round_trip(n_blocks, architecture, triple)) if known else ""
 
 
@@ -121,9 +122,9 @@ def check_family(architecture: str) -> list[Check]:
 
 def check_boundaries(architecture: str, n_blocks: int) -> list[Check]:
     """Are there blocks enough for 2, N//2, N-3, and what are they to SGLang?"""
-    if n_blocks < 7:
+    if n_blocks < MIN_BLOCKS:
         return [Check("default boundaries", None, f"none with {n_blocks} blocks: 2, N//2, N-3 fall together; give -p boundaries B,B,B")]
-    triple = 2, n_blocks // 2, n_blocks - 3
+    triple = default_boundaries(n_blocks)
     try:
         ids = f", ids {', '.join(map(str, engine_ids(triple, architecture, n_blocks)))} for {SGLANG.replace('sglang', 'SGLang')}"
     except EyasError:

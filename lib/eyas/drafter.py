@@ -23,9 +23,10 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from eyas.boundaries import check_boundaries
 from eyas.errors import EyasError
 from eyas.files import write_safetensors
-from eyas.target import Target, check_boundaries
+from eyas.target import Target
 from eyas.vocab import DraftVocab, check_size
 
 FILE = "drafter.safetensors"

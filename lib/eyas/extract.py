@@ -23,6 +23,7 @@ import xxhash
 from safetensors.torch import load
 
 from eyas import __version__
+from eyas.boundaries import boundaries_of, tensor_name
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.files import seal, write_json
@@ -86,7 +87,7 @@ def make_manifest(config: Config, status: dict, target: Target, prompts: PromptS
             "hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "rms_norm_eps": target.rms_norm_eps,
         },
         "engine": {"name": "sglang", "version": status["sglang"], "device": status["device"], "capture_plugin": status["capture"]["version"]},
-        "boundaries": list(config.stored_boundaries(target.n_blocks)),
+        "boundaries": list(boundaries_of(config, target.n_blocks).stored),
         "dtype": store_dtype(config, status["dtype"]),
         "computed_dtype": status["dtype"],
         "hidden_size": target.hidden_size,
@@ -106,9 +107,10 @@ def extract(config: Config, servers: list[Server], target: Target, prompts: Prom
     """
     started = time.monotonic()
     tokenizer = target.tokenizer()
+    boundaries = boundaries_of(config, target.n_blocks).stored
     statuses = [server.status() for server in servers]
     for status in statuses:
-        check_for_capture(status, config.stored_boundaries(target.n_blocks), target)
+        check_for_capture(status, boundaries, target)
         context_tok = status["context_tok"] or target.context_tok
         if config.max_length > context_tok:
             raise EyasError(f"max_length = {config.max_length}, but the server's context is {context_tok}", "at most that", "-p max_length N, or a server with a longer context_tok")
@@ -286,7 +288,7 @@ def capture(client: httpx.Client, sample: Sample, boundaries: tuple[int, ...], d
     content = take_file(client, Path(found["path"]), name)
     try:
         tensors = load(content)
-        found_ids, captured = tensors["input_ids"].tolist(), {b: tensors[f"boundary_{b}"] for b in boundaries}  # [T, H] each
+        found_ids, captured = tensors["input_ids"].tolist(), {b: tensors[tensor_name(b)] for b in boundaries}  # [T, H] each
     except Exception as error:
         raise TransportError(f"the server's file can't be read: {type(error).__name__}") from None
     if found_ids != ids:

@@ -33,6 +33,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from eyas import __version__
+from eyas.boundaries import boundaries_of
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.extract import write_data_config
@@ -383,13 +384,14 @@ def import_store(config: Config, target: Target, name: str, source: Path, norm: 
         raise EyasError(f"no folder {str(source)!r}", "a folder of hidden states", "python -m eyas store import --help")
     if heldout_every < 0:
         raise EyasError(f"--heldout-every {heldout_every}", "1 or more, or 0 for none", "python -m eyas store import --help")
-    if config.boundaries[-1] >= target.n_blocks:
-        raise EyasError(f"boundaries {list(config.boundaries)}", f"boundaries below {target.n_blocks}, which is the last state", "-p boundaries '[...]'")
+    boundaries = boundaries_of(config, target.n_blocks)
+    if boundaries.feeding[-1] >= boundaries.last:
+        raise EyasError(f"boundaries {list(boundaries.feeding)}", f"boundaries below {target.n_blocks}, which is the last state", "-p boundaries '[...]'")
     said = FORMATS[name].said_boundaries(source)
-    if said is not None and said != (*config.boundaries, target.n_blocks):
+    if said is not None and said != boundaries.with_last:
         fits = said[-1] == target.n_blocks
-        raise EyasError(f"the files hold boundaries {list(said)}", f"{[*config.boundaries, target.n_blocks]}", f"-p boundaries '{list(said[:-1])}'" if fits else "-p target FOLDER")
-    reader = FORMATS[name](source, len(config.boundaries) + 1, target.hidden_size)
+        raise EyasError(f"the files hold boundaries {list(said)}", f"{list(boundaries.with_last)}", f"-p boundaries '{list(said[:-1])}'" if fits else "-p target FOLDER")
+    reader = FORMATS[name](source, len(boundaries.with_last), target.hidden_size)
     if not reader.numbers:
         raise EyasError(f"{source.name!r} holds no file of {name}", "a folder of this format", "python -m eyas store import --help")
     lengths, dtype = _lengths(reader)
@@ -455,7 +457,7 @@ def _manifest(config: Config, target: Target, name: str, reader, lengths: dict[i
             "hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "rms_norm_eps": target.rms_norm_eps,
         },
         "engine": {"name": name, "version": None, "device": None, "capture_plugin": None, "files": sha256_json(files)},
-        "boundaries": [*config.boundaries, target.n_blocks],
+        "boundaries": list(boundaries_of(config, target.n_blocks).with_last),
         "dtype": dtype,
         "hidden_size": target.hidden_size,
         "last_state": last_state,

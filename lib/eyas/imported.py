@@ -16,12 +16,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from eyas.boundaries import check_boundaries
 from eyas.drafter import Drafter, DrafterConfig, ImportedConfig, save_drafter, scaled_rope
 from eyas.errors import EyasError
 from eyas.export import LAYER, architecture, check_keys
 from eyas.files import read_json, sha256_file
 from eyas.layer_ids import SGLANG, engine_boundaries
-from eyas.target import Target, check_boundaries
+from eyas.target import Target
 from eyas.vocab import DraftVocab
 
 SGLANG_LAYOUT, SPECULATORS_LAYOUT = "SGLang", "speculators"

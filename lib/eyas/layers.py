@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from eyas.boundaries import Boundaries, default_boundaries
 from eyas.config import Config
 from eyas.drafter import DrafterConfig
 from eyas.errors import EyasError
@@ -27,7 +28,7 @@ from eyas.intervals import difference_interval, interval_text, ratio_interval
 from eyas.stats import Tokens, draw, probes, r_squared, read_tokens, unit_rows
 from eyas.store import Store, token_bytes
 from eyas.sweep import Member, Sweep, gather
-from eyas.target import Head, Target, default_boundaries
+from eyas.target import Head, Target
 
 Choice = tuple[int, ...]
 FIT_TOK, TUNE_TOK, SCORE_TOK = 1536, 512, 1024  # tokens of the probe, at most
@@ -70,7 +71,7 @@ def not_servable(boundaries: Choice, target: Target) -> str:
 
 def stored_bytes(boundaries: Choice, n_blocks: int, hidden_size: int, dtype: str) -> int:
     """Bytes of a token in a store for this choice: its boundaries, the last state, which the teacher needs, id and mask."""
-    return token_bytes(len({*boundaries, n_blocks}), hidden_size, dtype)
+    return token_bytes(len(Boundaries(boundaries, n_blocks).with_last), hidden_size, dtype)
 
 
 # ---- what guides the search

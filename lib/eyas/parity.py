@@ -44,6 +44,7 @@ import torch
 from safetensors.torch import load
 
 from eyas import __version__
+from eyas.boundaries import tensor_name
 from eyas.certificate import FORMAT, write_certificate
 from eyas.config import Config
 from eyas.errors import EyasError
@@ -513,7 +514,7 @@ class Asked:
             raise EyasError(f"the server's rows have not come: {error}", "a spool that server and client share", "python -m eyas server status") from None
 
     def _rows(self, tensors: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-        return {b: tensors[f"boundary_{b}"] for b in self.boundaries}
+        return {b: tensors[tensor_name(b)] for b in self.boundaries}
 
     def _from(self, tensors: dict[str, torch.Tensor], ids: list[int], start: int) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         kept = tensors["positions"] >= start

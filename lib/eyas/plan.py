@@ -4,12 +4,13 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from eyas.boundaries import boundaries_of
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.files import is_sealed, read_json
 from eyas.progress import bytes_text, duration_text
 from eyas.store import free_bytes, token_bytes
-from eyas.target import check_boundaries, target_of
+from eyas.target import target_of
 
 SPARE_BYTES = 64 * 2**20  # index, head, and what a file system keeps for itself
 
@@ -66,6 +67,8 @@ def make_plan(config: Config) -> Plan:
     if not (n_blocks and hidden_size):
         target = target_of(config)
         n_blocks, hidden_size = target.n_blocks, target.hidden_size
+    else:
+        _check_sizes(config)
     samples, tok = config.plan_samples, config.plan_tok
     if not (samples and tok):
         lengths = _lengths(config)
@@ -73,9 +76,25 @@ def make_plan(config: Config) -> Plan:
     return planned(config, samples, tok, n_blocks, hidden_size, config.dtype)
 
 
+def _check_sizes(config: Config) -> None:
+    """Raise EyasError where plan_blocks or plan_hidden_size are not those of a target that is on this machine."""
+    path = Path(config.target).expanduser() / "config.json"
+    if not path.is_file():
+        return
+    text = read_json(path)
+    text = text.get("text_config", text)
+    for setting, name in (("plan_blocks", "num_hidden_layers"), ("plan_hidden_size", "hidden_size")):
+        planned_for = getattr(config, setting)
+        if planned_for != text.get(name, planned_for):
+            raise EyasError(
+                f"{setting} = {planned_for}, and {path.parent.name} has {text[name]:,}",
+                "the size of the target, or 0 to take it from the target",
+                "-p plan_blocks 0 -p plan_hidden_size 0",
+            )
+
+
 def planned(config: Config, samples: int, tok: int, n_blocks: int, hidden_size: int, computed: str) -> Plan:
-    boundaries = config.stored_boundaries(n_blocks)
-    check_boundaries(boundaries, n_blocks)
+    boundaries = boundaries_of(config, n_blocks).stored
     return Plan(samples, tok, boundaries, hidden_size, store_dtype(config, computed), config.shard_mib * 2**20,
                 int(config.spool_gib * 2**30), config.plan_tok_per_s or last_run(config.store_dir).get("tok_per_s", 0.0))
 

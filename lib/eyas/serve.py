@@ -21,11 +21,12 @@ from pathlib import Path
 import httpx
 import psutil
 
+from eyas.boundaries import boundaries_of
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.files import data_dir, read_json, write_json
 from eyas.orphans import still_running
-from eyas.target import Target, check_boundaries, load_target, target_of
+from eyas.target import Target, load_target, target_of
 
 LOG_TAIL_LINES = 15
 CONTEXT_MARGIN_TOK = 8  # SGLang keeps a few positions for output; a prompt as long as the context is to be captured too
@@ -241,8 +242,7 @@ def command_text(config: Config) -> str:
         n_blocks = config.plan_blocks
     else:
         folder, n_blocks = (target := target_of(config)).folder, target.n_blocks
-    boundaries = config.stored_boundaries(n_blocks)
-    check_boundaries(boundaries, n_blocks)
+    boundaries = boundaries_of(config, n_blocks).stored
     spool = Path(config.spool_dir) if config.spool_dir else config.server_dir / "spool"
     command, environment = server_command(config, folder, boundaries, config.port or 30000, spool)
     lines = [f"{name}={shlex.quote(value)}" for name, value in environment.items()] + ["python -m sglang.launch_server"]
@@ -278,8 +278,7 @@ def server_up(config: Config, tied: bool = False, chunk_tok: int = 0, owner: str
     """
     check_device(config)
     target = target_of(config)
-    boundaries = config.stored_boundaries(target.n_blocks)
-    check_boundaries(boundaries, target.n_blocks)
+    boundaries = boundaries_of(config, target.n_blocks).stored
     folder = config.server_dir
     running = find_server(config)
     if config.server_url:

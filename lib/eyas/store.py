@@ -33,6 +33,7 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from eyas.boundaries import tensor_name
 from eyas.errors import EyasError
 from eyas.files import is_sealed, read_json, seal, sha256_json, write_atomic, write_json, write_safetensors
 from eyas.target import Head
@@ -99,7 +100,7 @@ def content_hash(tensors: dict[str, torch.Tensor]) -> str:
 
 def tensor_names(boundaries: tuple[int, ...], dtype: str) -> list[str]:
     """The tensors of a shard."""
-    names = ["input_ids", "loss_mask"] + [f"boundary_{b}" for b in boundaries]
+    names = ["input_ids", "loss_mask"] + [tensor_name(b) for b in boundaries]
     return names + [f"scale_{b}" for b in boundaries] if dtype == "float8_e4m3fn" else names
 
 
@@ -169,7 +170,7 @@ class Store:
         boundaries = self.boundaries if boundaries is None else boundaries
         stored = self._readable(row, row, boundaries)
         mask = self._checked_mask(stored["loss_mask"], row)  # [T]
-        states = {b: stored[f"boundary_{b}"] for b in boundaries}  # [T, H] each
+        states = {b: stored[tensor_name(b)] for b in boundaries}  # [T, H] each
         if self.manifest["dtype"] == "float8_e4m3fn":
             states = {b: from_fp8(rows, stored[f"scale_{b}"]) for b, rows in states.items()}
         return {"input_ids": stored["input_ids"], "loss_mask": mask, "states": states}
@@ -340,11 +341,11 @@ class StoreWriter:
             if tuple(states.shape) != (row["length"], self.store.manifest["hidden_size"]) or not (self._fp8 or states.dtype == self._dtype):
                 raise ValueError(f"boundary {b} of {rows.id} is {tuple(states.shape)} {states.dtype}")
             if self._fp8:
-                stored[f"boundary_{b}"], stored[f"scale_{b}"] = to_fp8(states)
-                error = from_fp8(stored[f"boundary_{b}"], stored[f"scale_{b}"]).float() - states.float()
+                stored[tensor_name(b)], stored[f"scale_{b}"] = to_fp8(states)
+                error = from_fp8(stored[tensor_name(b)], stored[f"scale_{b}"]).float() - states.float()
                 found[f"fp8_error_{b}"] = float((error.norm(dim=1) / states.float().norm(dim=1).clamp(min=1e-30)).median())
             else:
-                stored[f"boundary_{b}"] = states
+                stored[tensor_name(b)] = states
         found["content_hash"] = content_hash(stored)
         self._held.setdefault(row["shard"], {})[rows.id] = {"tensors": stored, "row": found}
         self._settle(row["shard"], rows.id)

@@ -180,7 +180,12 @@ def target(run: dict) -> str:
 
 
 def boundaries(run: dict) -> str:
-    return ", ".join(map(str, (run.get("headline") or {}).get("boundaries") or run.get("settings", {}).get("boundaries") or []))
+    """Return the boundaries that feed the run's drafter; before it is judged, what its settings say."""
+    settings = run.get("settings", {})
+    if settings.get("boundaries") == []:
+        settings = {"boundaries": ["2", "N//2", "N-3"]}  # the target's own; N is not in the record
+    found = (run.get("headline") or {}).get("boundaries") or settings.get("boundaries") or []
+    return ", ".join(map(str, found))
 
 
 def code_state(run: dict) -> str:

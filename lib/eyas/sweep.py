@@ -94,7 +94,7 @@ class Member:
 
 
 class Sweep:
-    """A run's sweep, by one process at a time: `with Sweep(config, store) as sweep: sweep.run([{"boundaries": (2, 15, 27), "seed": 0}, ...])`.
+    """A run's sweep, by one process at a time: `with Sweep(config, store) as sweep: sweep.run([{"boundaries": (10, 20, 29), "seed": 0}, ...])`.
 
     Ray is started when the first training is due and shut down at the end, whichever way that comes.
     """

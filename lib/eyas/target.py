@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from eyas.boundaries import MIN_BLOCKS, default_boundaries
 from eyas.errors import EyasError
 from eyas.files import ROOT, data_dir, read_json, sha256_file, sha256_json, write_json
 from eyas.progress import bytes_text
@@ -148,7 +149,7 @@ class Target:
             "vocabulary (V)": self.vocab_size, "context, tokens": self.context_tok,
             "weights": f"{bytes_text(on_disk_bytes)} on disk, {text.get('dtype') or text.get('torch_dtype') or 'dtype not said'}",
             "fingerprint": self.fingerprint[:16], "config": self.config_hash[:16],
-            "default boundaries": ", ".join(map(str, default_boundaries(self.n_blocks))) if self.n_blocks >= 7 else "none: fewer than 7 blocks",
+            "default boundaries": ", ".join(map(str, default_boundaries(self.n_blocks))) if self.n_blocks >= MIN_BLOCKS else f"none: fewer than {MIN_BLOCKS} blocks",
         }
         return "\n".join(f"{name:20} {value}" for name, value in lines.items())
 
@@ -275,29 +276,6 @@ def _convert(source: Path, folder: Path, manifest: dict) -> None:
         os.replace(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def default_boundaries(n_blocks: int) -> tuple[int, int, int]:
-    """2, N//2, N-3: what SGLang, vLLM and EAGLE's own code take by default. EyasError below 7 blocks, where two of them fall together."""
-    triple = 2, n_blocks // 2, n_blocks - 3
-    if n_blocks < 7:
-        raise EyasError(f"the target has {n_blocks} blocks: the default boundaries 2, N//2, N-3 would be {', '.join(map(str, triple))}",
-                        "7 or more blocks, or boundaries of your own", _with_boundaries(n_blocks))
-    return triple
-
-
-def check_boundaries(boundaries, n_blocks: int) -> None:
-    """EyasError when one of them is outside 0..N."""
-    outside = [b for b in boundaries if not 0 <= b <= n_blocks]
-    if outside:
-        raise EyasError(f"boundaries {outside} are outside this target", f"ids from 0 to {n_blocks} (0: the embedding, {n_blocks}: what leaves the last block)",
-                        _with_boundaries(n_blocks))
-
-
-def _with_boundaries(n_blocks: int) -> str:
-    """What to type for boundaries that this many blocks have."""
-    fit = default_boundaries(n_blocks) if n_blocks >= 7 else sorted({0, n_blocks // 2, n_blocks - 1})
-    return f"the same command with -p boundaries '{list(fit)}'"
 
 
 def _text(config: dict) -> dict:

@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from eyas import ranks
+from eyas.boundaries import boundaries_of
 from eyas.certificate import need_certificate
 from eyas.config import Config
 from eyas.drafter import FILE, Drafter, DrafterConfig, initial_drafter, read_record, save_drafter
@@ -158,14 +159,16 @@ class Training:
         self.config, self.target = config, target
         self.data = Mixture.open(config, store)
         self.certificates = {} if config.without_parity else {name: need_certificate(each, name) for name, each in self.data.stores.items()}
-        missing = {*config.boundaries, target.n_blocks} - set(self.data.boundaries)
-        if missing:
-            raise EyasError(f"the store has boundaries {list(self.data.boundaries)}, not {sorted(missing)}", f"{[*config.boundaries, target.n_blocks]}",
-                            "extract them into another run, e.g. -p run_name NAME")
         made_for = self.data.manifest["target"]
         if made_for["fingerprint"] != target.fingerprint:
             raise EyasError(f"the store was made for another target: {made_for['name']} ({made_for['fingerprint'][:12]}...)", f"{target.name} ({target.fingerprint[:12]}...)",
                             "train with that target, or extract into another run: -p run_name NAME")
+        self.boundaries = boundaries_of(config, target.n_blocks)
+        missing = sorted(set(self.boundaries.with_last) - set(self.data.boundaries))
+        if missing:
+            others = [b for b in self.data.boundaries if b != target.n_blocks]
+            raise EyasError(f"the store has boundaries {list(self.data.boundaries)}, not {missing}", f"{list(self.boundaries.with_last)}",
+                            f"-p boundaries '{others}', or some of these; or extract the others into another run: -p run_name NAME")
         rows = self.data.rows("train")
         if rows.empty:
             raise EyasError("the store has no training sample", "at least one", "python -m eyas extract --profile demo")
@@ -177,17 +180,17 @@ class Training:
         self.number = 0  # which of them this is
         self.parts = {"threads": self.threads, "pass_tok": config.pass_tok, "ranks": ranks.WORLD}  # what a step is cut into: other parts, other rounding
         self.dtype, self.loss, self.weights = getattr(torch, config.train_dtype), get_loss(config.loss), step_weights(config.draft_steps, config.step_decay)
-        self.boundaries = tuple(sorted({*config.boundaries, target.n_blocks}))
         self.lengths, self.heldout = self.data.lengths("train") | self.data.lengths("heldout"), self.data.samples("heldout")
-        shape = DrafterConfig.from_target(target, config.boundaries, config.draft_vocab_size, config.fc_norm, config.norm_output)
+        shape = DrafterConfig.from_target(target, self.boundaries.feeding, config.draft_vocab_size, config.fc_norm, config.norm_output)
         counts = count_tokens(self.data, list(rows["key"]))
         vocab = choose_vocab(counts, config.draft_vocab_size)
         self.coverage = {"train": coverage(vocab, counts), "heldout": coverage(vocab, count_tokens(self.data, self.heldout))}
         self.steps = plan(self.data.lengths("train"), config.epochs, config.batch_tok, config.seed, self.data.epoch_keys)
+        settings = {name: getattr(config, name) for name in SETTINGS} | {"boundaries": list(self.boundaries.feeding)}
         self.identity = {
             "drafter": dataclasses.asdict(shape) | {"boundaries": list(shape.boundaries)},
             "store": self.data.identity,
-            "settings": {name: list(value) if isinstance(value := getattr(config, name), tuple) else value for name in SETTINGS},
+            "settings": settings,
         }
         self.record = {
             "target": {"name": target.name, "fingerprint": target.fingerprint}, "store": self.identity["store"], "settings": self.identity["settings"],
@@ -214,7 +217,7 @@ class Training:
         """Root mean square of the states of the drafter's last boundary, over the supervised tokens of a few samples."""
         if not self.config.fc_norm:
             return 1.0
-        last, parts = self.config.boundaries[-1], []
+        last, parts = self.boundaries.feeding[-1], []
         for key in sorted(keys)[:8]:
             sample = self.data.read(key, (last,))
             parts.append(sample["states"][last][sample["loss_mask"]].float())
@@ -237,8 +240,8 @@ class Training:
     # ---- what a step works on
 
     def read(self, keys: list[str], shares: list[slice] | None = None) -> Batch:
-        samples = [(key, self.data.read(key, self.boundaries)) for key in keys]
-        return pack(samples, self.config.boundaries, self.vocab, self.config.draft_steps, self.dtype, self.config.mask_shift, shares)
+        samples = [(key, self.data.read(key, self.boundaries.with_last)) for key in keys]
+        return pack(samples, self.boundaries.feeding, self.vocab, self.config.draft_steps, self.dtype, self.config.mask_shift, shares)
 
     def sizes_of(self, keys: list[str]) -> list[Size]:
         """Of these samples; a mask is read when its sample is due for the first time, so that a run begins at once."""

@@ -36,6 +36,7 @@ import pandas as pd
 import torch
 import yaml
 
+from eyas.boundaries import boundaries_of
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.extract import SampleError, capture, chosen
@@ -131,7 +132,7 @@ class Bench:
 
     def __init__(self, config: Config, target: Target, samples: list[Sample]):
         self.config, self.target, self.samples = config, target, samples
-        self.boundaries = config.stored_boundaries(target.n_blocks)
+        self.boundaries = boundaries_of(config, target.n_blocks).stored
         self.up: dict[int, tuple[Config, Server]] = {}
         self.pool = ThreadPoolExecutor(1)  # its thread lives as long as the bench: a tied server dies with the thread that started it
         self.starting: Future | None = None
@@ -360,7 +361,8 @@ def tune(config: Config, target: Target, prompts: PromptSet) -> dict:
     samples = [encode(c, tokenizer, config.max_length) for c in chosen(config, prompts)[: config.tune_samples]]
     if not samples:
         raise EyasError(f"no conversation of {prompts.path.name} is asked for", "train_samples or heldout_samples to find some", "python -m eyas prompts show")
-    identity = {name: getattr(config, name) for name in SAME_SEARCH} | {"target": target.fingerprint, "sglang": importlib.metadata.version("sglang"), "cores": len(os.sched_getaffinity(0))}
+    identity = {name: getattr(config, name) for name in SAME_SEARCH}
+    identity |= {"boundaries": boundaries_of(config, target.n_blocks).feeding, "target": target.fingerprint, "sglang": importlib.metadata.version("sglang"), "cores": len(os.sched_getaffinity(0))}
     identity = json.loads(json.dumps(identity))
     with _alone(config.tune_dir):
         path = config.tune_dir / "search.json"

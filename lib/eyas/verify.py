@@ -19,6 +19,7 @@ import pandas as pd
 import torch
 from safetensors import SafetensorError, safe_open
 
+from eyas.boundaries import tensor_name
 from eyas.errors import EyasError
 from eyas.extract import counted, write_data_config
 from eyas.files import is_sealed, read_json, write_json
@@ -158,7 +159,7 @@ def _wrong(store: Store, row: dict, expected) -> str:
     if len(ids) != row["length"]:
         return f"{len(ids)} tokens, the index says {row['length']}"
     for b in store.boundaries:
-        rows = stored[f"boundary_{b}"]
+        rows = stored[tensor_name(b)]
         if tuple(rows.shape) != (row["length"], width) or rows.dtype != dtype:
             return f"boundary {b} is {tuple(rows.shape)} {rows.dtype}"
         if not torch.isfinite(rows.float()).all():

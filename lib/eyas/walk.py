@@ -25,6 +25,7 @@ import pandas as pd
 import torch
 
 from eyas.acceptance import DRAFTER, SAMPLED, Acceptance, Prompt, position_counts, position_ratios
+from eyas.boundaries import Boundaries
 from eyas.config import Config
 from eyas.decode import TargetStream, load_model, response_start
 from eyas.drafter import Drafter
@@ -59,7 +60,7 @@ def sampled_walk(drafter: Drafter, store, ids: list[str], draft_length: int, tem
     """The walk where target and drafter both draw their tokens at `temperature`: expected counts, one row a sample (see the module's head)."""
     head, n_blocks, rows = store.head(), store.boundaries[-1], []
     for id in ids:
-        sample = store.read(id, tuple(sorted({*drafter.config.boundaries, n_blocks})))
+        sample = store.read(id, Boundaries(drafter.config.boundaries, n_blocks).with_last)
         input_ids, states, start = _response(sample, drafter.config.boundaries, max_tok)
         chances = overlaps(drafter, head, input_ids, states, sample["states"][n_blocks][: len(input_ids)], start, draft_length, temperature)
         rows.append({"id": id, "category": store.category(id), **expected_walk(chances)})
@@ -276,7 +277,7 @@ def walk_texts(target: Target, drafter: Drafter, prompts: list[list[int]], texts
     device = str(drafter.fc.weight.device)
     model, head, rows = load_model(target, torch.float32, device), target.head(), []
     boundaries, n_blocks = drafter.config.boundaries, target.n_blocks
-    kept = tuple(sorted({*boundaries, n_blocks}))
+    kept = Boundaries(boundaries, n_blocks).with_last
     for prompt, text in zip(prompts, texts):
         with TargetStream(model, kept) as stream, torch.inference_mode():
             states = dict(zip(kept, stream.forward([*prompt, *text], keep=1)[1].split(target.hidden_size, dim=-1)))
