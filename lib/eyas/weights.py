@@ -56,9 +56,13 @@ class Comparison:
         """Return one sentence for each kind of fault."""
         sentences = []
         if self.missing:
-            sentences.append(f"{_weights(len(self.missing))} that config.json asks for {_are(self.missing)} missing: {few(self.missing)}")
+            sentences.append(
+                f"{_weights(len(self.missing))} that config.json asks for {_are(self.missing)} missing: {few(self.missing)}"
+            )
         if self.misshaped:
-            sentences.append(f"{_weights(len(self.misshaped))} of another shape than config.json asks for: {few(self.misshaped)}")
+            sentences.append(
+                f"{_weights(len(self.misshaped))} of another shape than config.json asks for: {few(self.misshaped)}"
+            )
         if self.misplaced:
             sentences.append(f"model.safetensors.index.json is wrong: {few(self.misplaced)}")
         return tuple(sentences)
@@ -66,7 +70,11 @@ class Comparison:
     @property
     def expected(self) -> str:
         head = any(name.endswith("lm_head.weight") for name in self.missing)
-        why = " (tie_word_embeddings is false in config.json, or by default, so the head is a weight of its own)" if head else ""
+        why = (
+            " (tie_word_embeddings is false in config.json, or by default, so the head is a weight of its own)"
+            if head
+            else ""
+        )
         return f"every weight of {self.model or 'the model'}, in its shape, in the folder's safetensors files{why}"
 
     def check(self, folder: Path) -> None:
@@ -85,16 +93,27 @@ def compare(folder: Path, config: dict, trust_remote_code: bool = False) -> Comp
         return Comparison(misplaced=misplaced)
     method = quantisation(config)
     if method and method not in QUANTISED:
-        return Comparison(misplaced=misplaced, twice=twice, not_made=f"weights quantised by {method}: their names are not known here")
+        return Comparison(
+            misplaced=misplaced,
+            twice=twice,
+            not_made=f"weights quantised by {method}: their names are not known here",
+        )
     try:
         with _quiet():
             model = empty_model(folder, config, trust_remote_code)
             if isinstance(model, str):
                 return Comparison(misplaced=misplaced, twice=twice, not_made=model)
-            return dataclasses.replace(_judge(model, headers, bool(method)), misplaced=misplaced, twice=twice)
+            return dataclasses.replace(
+                _judge(model, headers, bool(method)), misplaced=misplaced, twice=twice
+            )
     except Exception as error:  # a model's own code, or a config.json that its class does not take
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return Comparison(misplaced=misplaced, twice=twice, not_made=f"transformers could not build the model: {reason}", lasting=False)
+        return Comparison(
+            misplaced=misplaced,
+            twice=twice,
+            not_made=f"transformers could not build the model: {reason}",
+            lasting=False,
+        )
 
 
 def read_headers(folder: Path) -> tuple[dict[str, Header], tuple[str, ...], tuple[str, ...]]:
@@ -103,10 +122,16 @@ def read_headers(folder: Path) -> tuple[dict[str, Header], tuple[str, ...], tupl
 
     index = folder / "model.safetensors.index.json"
     listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
-    wrong = [f"{file} is not a file of the folder itself" for file in sorted(set(listed.values())) if Path(file).name != file]
+    wrong = [
+        f"{file} is not a file of the folder itself"
+        for file in sorted(set(listed.values()))
+        if Path(file).name != file
+    ]
     if wrong:
         return {}, tuple(wrong), ()
-    files = sorted(set(listed.values())) or sorted(path.name for path in folder.glob("*.safetensors"))
+    files = sorted(set(listed.values())) or sorted(
+        path.name for path in folder.glob("*.safetensors")
+    )
     headers: dict[str, Header] = {}
     places = collections.defaultdict(list)
     for file in files:
@@ -130,12 +155,20 @@ def read_headers(folder: Path) -> tuple[dict[str, Header], tuple[str, ...], tupl
 
 def torn(path: Path, error: Exception) -> EyasError:
     """Return the error for a safetensors file that cannot be read."""
-    return EyasError(f"{path.name} of {path.parent.name} can't be read: {error}", "a whole safetensors file", "copy or save the model again")
+    return EyasError(
+        f"{path.name} of {path.parent.name} can't be read: {error}",
+        "a whole safetensors file",
+        "copy or save the model again",
+    )
 
 
 def quantisation(config: dict) -> str:
     """Return the method of quantised weights, or an empty string."""
-    settings = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config") or {}
+    settings = (
+        config.get("quantization_config")
+        or config.get("text_config", {}).get("quantization_config")
+        or {}
+    )
     return settings.get("quant_method", "") if isinstance(settings, dict) else str(settings)
 
 
@@ -168,7 +201,10 @@ def _class_by_type(model_type: str | None):
     if model_type not in CONFIG_MAPPING:
         return None
     settings = CONFIG_MAPPING[model_type]
-    for mapping in (modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING):
+    for mapping in (
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+    ):
         if settings in mapping:
             return mapping[settings]
     return None
@@ -202,10 +238,18 @@ def _judge(model, headers: dict[str, Header], quantised: bool) -> Comparison:
     bad = {*info.missing_keys, *wrong_shape, *info.conversion_errors} - set(tied)
     ignored = model._keys_to_ignore_on_load_missing or ()
     of_text = names.of_text()
-    bad = {target for target in bad if of_text(target) and not any(re.search(pattern, target) for pattern in ignored)}
+    bad = {
+        target
+        for target in bad
+        if of_text(target) and not any(re.search(pattern, target) for pattern in ignored)
+    }
     missing, misshaped, unclear = names.explain(bad, headers, placed, set(info.conversion_errors))
     model._adjust_missing_and_unexpected_keys(info)
-    unused = [name for name, (target, _) in placed.items() if target not in names.meta and target in info.unexpected_keys]
+    unused = [
+        name
+        for name, (target, _) in placed.items()
+        if target not in names.meta and target in info.unexpected_keys
+    ]
     return Comparison(
         model=type(model).__name__, missing=(*missing, *parts_missing), misshaped=misshaped, unused=tuple(unused), tied=_head_tied(model, tied),
         not_made=f"transformers could not convert {few(unclear)}" if unclear else "",
@@ -215,7 +259,11 @@ def _judge(model, headers: dict[str, Header], quantised: bool) -> Comparison:
 def _head_tied(model, tied: dict[str, str]) -> bool:
     """Return whether the head is the embedding, as the model's own class and config say."""
     head = model.get_output_embeddings()
-    name = next((name for name, module in model.named_modules() if module is head), "lm_head") if head is not None else "lm_head"
+    name = (
+        next((name for name, module in model.named_modules() if module is head), "lm_head")
+        if head is not None
+        else "lm_head"
+    )
     return f"{name}.weight" in tied
 
 
@@ -239,7 +287,9 @@ class Names:
         from transformers.core_model_loading import rename_source_key
 
         prefix = self.model.base_model_prefix
-        target, pattern = rename_source_key(name, self.renamings, self.converters, prefix, self.meta)
+        target, pattern = rename_source_key(
+            name, self.renamings, self.converters, prefix, self.meta
+        )
         if target not in self.meta and name in self.meta:
             target, pattern = rename_source_key(name, [], [], prefix, self.meta)
         return target, pattern
@@ -255,13 +305,17 @@ class Names:
                 self._wanted[self.target(name)[0]][name] = tuple(tensor.shape)
         return self._wanted
 
-    def without_parts(self, headers: dict[str, Header]) -> tuple[dict[str, Header], tuple[str, ...]]:
+    def without_parts(
+        self, headers: dict[str, Header]
+    ) -> tuple[dict[str, Header], tuple[str, ...]]:
         """Return the headers as if nothing were quantised, and the names of parts that are missing.
 
         A part is missing where more than half of the weights with the same kind of codes have it.
         """
         dense: dict[str, Header] = {}
-        kinds: dict[str, tuple[str, str]] = {}  # what the parts have in common in their names -> kind of codes
+        kinds: dict[
+            str, tuple[str, str]
+        ] = {}  # what the parts have in common in their names -> kind of codes
         companions = collections.defaultdict(set)
         for name, (shape, dtype) in headers.items():
             known = self.target(name)[0] in self.meta
@@ -282,7 +336,9 @@ class Names:
             stems = [stem for stem, of in kinds.items() if of == kind]
             counts = collections.Counter(part for stem in stems for part in companions[stem])
             usual = [part for part, count in counts.items() if 2 * count > len(stems)]
-            missing += [stem + part for stem in stems for part in usual if part not in companions[stem]]
+            missing += [
+                stem + part for stem in stems for part in usual if part not in companions[stem]
+            ]
         return dense, tuple(missing)
 
     def shape(self, name: str, otherwise: tuple[int, ...]) -> tuple[int, ...]:
@@ -292,11 +348,19 @@ class Names:
             return otherwise
         if pattern is None:
             return tuple(self.meta[target].shape)
-        shapes = {shape for saved, shape in self.wanted[target].items() if self.target(saved)[1] == pattern}
+        shapes = {
+            shape
+            for saved, shape in self.wanted[target].items()
+            if self.target(saved)[1] == pattern
+        }
         return shapes.pop() if len(shapes) == 1 else otherwise
 
     def explain(
-        self, bad: set[str], headers: dict[str, Header], placed: dict[str, tuple[str, str | None]], failed: set[str]
+        self,
+        bad: set[str],
+        headers: dict[str, Header],
+        placed: dict[str, tuple[str, str | None]],
+        failed: set[str],
     ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         """Return the missing names, sentences about wrong shapes, and the weights of the model that neither explains."""
         missing, misshaped, unclear = [], [], []
@@ -307,7 +371,9 @@ class Names:
             present[target][_key(name, pattern)] = name
         as_here = self.namer(present)
         for target in sorted(bad, key=_natural):
-            whole = present[target].get(_key(target, None)) or next((n for n, to in placed.items() if to == (target, None)), None)
+            whole = present[target].get(_key(target, None)) or next(
+                (n for n, to in placed.items() if to == (target, None)), None
+            )
             said = len(missing) + len(misshaped)
             if whole and headers[whole][0] != tuple(self.meta[target].shape):
                 misshaped.append(_shapes(whole, headers[whole][0], tuple(self.meta[target].shape)))
@@ -348,7 +414,11 @@ class Names:
         """Return whether a weight belongs to the language model and its head, where the model has other parts too."""
         model = self.model
         parts = [model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings()]
-        prefixes = tuple(f"{name}." for name, module in model.named_modules() if name and any(module is part for part in parts))
+        prefixes = tuple(
+            f"{name}."
+            for name, module in model.named_modules()
+            if name and any(module is part for part in parts)
+        )
         if model.config is model.config.get_text_config() or not prefixes:
             return lambda target: True
         return lambda target: target.startswith(prefixes)
