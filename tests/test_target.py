@@ -243,7 +243,9 @@ def test_fingerprint_is_of_the_weights_and_made_once(tiny, tmp_path, monkeypatch
     weights = tiny.folder / "model.safetensors"
     with open(weights, "r+b") as file:
         file.seek(-1, os.SEEK_END)
-        file.write(bytes([file.read(1)[0] ^ 1]))
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
     assert load_target(tiny.folder).fingerprint != tiny.fingerprint
 
 
@@ -270,9 +272,9 @@ def test_wrong_folders_are_refused(tiny, tmp_path):
 def test_torn_weights_are_refused(tiny):
     weights = tiny.folder / "model.safetensors"
     os.truncate(weights, weights.stat().st_size // 2)
-    assert "model.safetensors" in refused(load_target(tiny.folder).head)
+    assert "model.safetensors" in refused(load_target, tiny.folder) and "model.safetensors" in refused(tiny.head)
     os.truncate(weights, 4)
-    assert "model.safetensors" in refused(load_target(tiny.folder).last_block)
+    assert "model.safetensors" in refused(load_target, tiny.folder) and "model.safetensors" in refused(tiny.last_block)
 
 
 def test_a_missing_file_of_several_is_refused(tiny):

@@ -92,6 +92,7 @@ def target_doctor(name: str) -> tuple[list[Check], str]:
         check_code(config),
         *check_tokenizer(folder, text.get("vocab_size", 0)),
         check_weights(folder, config, Path("/proc/meminfo").read_text(encoding="utf-8")),
+        *check_names(folder, config),
         check_cpu(config, text),
     ]
     known = all(c.ok is not False for c in checks if c.name in ("architecture", "layer ids"))
@@ -222,6 +223,33 @@ def check_weights(folder: Path, config: dict, meminfo: str) -> Check:
     size = sum(files.values())
     detail = f"{bytes_text(size)} in {len(files)} files; {bytes_text(available)} of memory available here"
     return Check("weights", size < available or None, detail + ("" if size < available else ": too large to be served by this machine's CPU"))
+
+
+def check_names(folder: Path, config: dict) -> list[Check]:
+    """Do the safetensors files hold every weight that config.json asks for, in its shape? Nothing is said where there are none."""
+    if not any(folder.glob("*.safetensors")):
+        return []
+    try:
+        from eyas.weights import COPY_COMMAND, compare, few
+    except ImportError as error:
+        return [Check("weights' names", None, f"not compared with config.json: {error}")]
+    try:
+        comparison = compare(folder, config)
+    except ImportError as error:
+        return [Check("weights' names", None, f"not compared with config.json: {error}")]
+    except EyasError as error:
+        return [Check("weights' names", False, error.found, error.next_command)]
+    if comparison.faults:
+        return [Check("weights' names", False, "; ".join(comparison.faults), f"{COPY_COMMAND}; expected: {comparison.expected}")]
+    if comparison.not_made:
+        return [Check("weights' names", None, f"not compared with config.json: {comparison.not_made}")]
+    head = "the head is the embedding" if comparison.tied else "the head is a weight of its own"
+    checks = [Check("weights' names", True, f"every weight of {comparison.model}, in its shape; {head}")]
+    if comparison.unused:
+        checks.append(Check("unused weights", None, f"{len(comparison.unused):,} that {comparison.model} has no place for: {few(comparison.unused)}"))
+    if comparison.twice:
+        checks.append(Check("weights twice", None, f"{len(comparison.twice):,} in several files, the last file counts: {few(comparison.twice)}"))
+    return checks
 
 
 def check_cpu(config: dict, text: dict) -> Check:

@@ -24,8 +24,10 @@ from eyas.boundaries import MIN_BLOCKS, default_boundaries
 from eyas.errors import EyasError
 from eyas.files import ROOT, data_dir, read_json, sha256_file, sha256_json, write_json
 from eyas.progress import bytes_text
+from eyas.weights import Comparison, compare, torn
 
 EMBEDDED_COMMAND = "python -m eyas target -p target embedded"
+COMPARISON = 1  # a higher number makes kept comparisons of weights anew
 EMBEDDED_MANIFEST = ROOT / "data_manifests" / "smollm2.json"
 
 
@@ -65,6 +67,7 @@ class Target:
     fingerprint: str
     trust_remote_code: bool = False
     chat_template_kwargs: str = ""
+    weights: Comparison = Comparison()
 
     @functools.cached_property
     def config(self) -> dict:
@@ -115,10 +118,14 @@ class Target:
         return self._read({found[0]: files[found[0]]})[found[0]]
 
     def head(self) -> Head:
-        """The final norm and the head; a head that is tied to the embedding, by the config or by its absence, is the embedding."""
-        tied = _text(self.config).get("tie_word_embeddings", self.config.get("tie_word_embeddings", False))
-        own = any(name.endswith("lm_head.weight") for name in _weight_map(self.folder))
-        lm_head = self.tensor("lm_head.weight") if own and not tied else self.embedding()
+        """Return the final norm and the head. The embedding is the head where the model's own class ties them.
+
+        Where no class is known, `tie_word_embeddings` of config.json decides; without that key nothing is tied.
+        """
+        tied = self.weights.tied
+        if tied is None:
+            tied = _text(self.config).get("tie_word_embeddings", self.config.get("tie_word_embeddings", False))
+        lm_head = self.embedding() if tied else self.tensor("lm_head.weight")
         return Head(self.tensor("model.norm.weight").float(), lm_head.float(), self.rms_norm_eps)
 
     def embedding(self) -> torch.Tensor:
@@ -139,7 +146,7 @@ class Target:
                 with safe_open(self.folder / file, framework="pt") as shard:
                     weights[name] = shard.get_tensor(name)
             except (OSError, SafetensorError) as error:
-                raise _torn(self.folder / file, error) from None
+                raise torn(self.folder / file, error) from None
         return weights
 
     def __str__(self) -> str:
@@ -162,6 +169,8 @@ def with_kwargs(template: str, kwargs: str) -> str:
 def load_target(name: str, trust_remote_code: bool = False, chat_template_kwargs: str = "") -> Target:
     """`embedded`, or a local Hugging Face folder with config.json, safetensors and a tokenizer. EyasError for anything else.
 
+    EyasError too where the safetensors files lack a weight that config.json asks for.
+
     `trust_remote_code`: its tokenizer may be Python that lies in the folder. `chat_template_kwargs`: as the setting.
     """
     folder = embedded_target() if name == "embedded" else Path(name).expanduser().absolute()
@@ -179,8 +188,13 @@ def load_target(name: str, trust_remote_code: bool = False, chat_template_kwargs
         )
     except KeyError as error:
         raise EyasError(f"the config.json of {folder.name!r} has no {error.args[0]}", "a decoder-only language model", EMBEDDED_COMMAND) from None
-    return Target(folder=folder, name=folder.name, config_hash=sha256_json(config), fingerprint=_fingerprint(folder), trust_remote_code=trust_remote_code,
-                  chat_template_kwargs=chat_template_kwargs, **facts)
+    fingerprint = _fingerprint(folder)
+    weights = compared_weights(folder, config, fingerprint, trust_remote_code)
+    weights.check(folder)
+    return Target(
+        folder=folder, name=folder.name, config_hash=sha256_json(config), fingerprint=fingerprint, trust_remote_code=trust_remote_code,
+        chat_template_kwargs=chat_template_kwargs, weights=weights, **facts,
+    )  # fmt: skip
 
 
 def target_of(config) -> Target:
@@ -293,7 +307,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
             with safe_open(path, framework="pt") as file:
                 names |= dict.fromkeys(file.keys(), path.name)
         except (OSError, SafetensorError) as error:
-            raise _torn(path, error) from None
+            raise torn(path, error) from None
     if not names:
         raise _no_weights(folder)
     return names
@@ -320,8 +334,30 @@ def _no_weights(folder: Path) -> EyasError:
     return EyasError(f"{folder.name!r} holds no safetensors", "weights in safetensors", "save the model with save_pretrained")
 
 
-def _torn(path: Path, error: Exception) -> EyasError:
-    return EyasError(f"{path.name} of {path.parent.name} can't be read: {error}", "a whole safetensors file", "copy or save the model again")
+def compared_weights(folder: Path, config: dict, fingerprint: str, trust_remote_code: bool) -> Comparison:
+    """Compare the weights of a folder with its config.json. The result is kept under the data folder, so later commands read it.
+
+    Where the comparison cannot be made, one line on the standard error says so and why.
+    """
+    index = folder / "model.safetensors.index.json"
+    listed = sha256_file(index) if index.is_file() else ""
+    versions = [COMPARISON, importlib.metadata.version("transformers")]
+    key = sha256_json([fingerprint, sha256_json(config), listed, trust_remote_code, *versions])
+    cache = data_dir() / "targets" / ".weights" / f"{key[:32]}.json"
+    if cache.is_file():
+        comparison = Comparison(**{k: tuple(v) if isinstance(v, list) else v for k, v in read_json(cache).items()})
+    else:
+        comparison = compare(folder, config, trust_remote_code)
+        if comparison.lasting:
+            write_json(cache, dataclasses.asdict(comparison))
+    if comparison.not_made:
+        _say_once(f"eyas: the weights of {folder.name} were not compared with its config.json: {comparison.not_made}")
+    return comparison
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _shown(folder: Path) -> str:
