@@ -108,7 +108,7 @@ class Config:
     mask_shift: int = _doc(1, "slot j learns where loss_mask[j + mask_shift]: 1; 0 is the common mistake, to be measured")
     fc_norm: bool = _doc(False, "an RMSNorm for each boundary before fc (EAGLE-3.1)")
     norm_output: bool = _doc(True, "feed back the drafter's output after its norm, not before it")
-    initial_weights: str = _doc("target", "start from the 'target': its last block, norm and head; or 'random'")
+    initial_weights: str = _doc("target", "start from the 'target': its last block, norm and head; 'random'; or 'drafter': continue that of drafter_run, or the one that was imported into this run")
     pass_tok: int = _doc(0, "packed tokens of one forward and backward pass, of each process; 0: all of the step. Less needs less memory, the result stays")
     parallel: str = _doc("ddp", "under torchrun: 'ddp' (a copy on each rank) or 'fsdp' (FSDP2, weights sharded)")
     checkpoint_steps: int = _doc(100, "optimiser steps between checkpoints; there is one after every evaluation too")
@@ -165,7 +165,7 @@ class Config:
         need(not set(self.compare_run) & set("/\\\0") and self.compare_run not in (".", "..") and (self.compare_run != self.run_name or self.drafter_run not in ("", self.run_name)),
              "compare_run", "another run's folder name, or nothing")
         need(not set(self.drafter_run) & set("/\\\0") and self.drafter_run not in (".", ".."), "drafter_run", "a run's folder name, or nothing")
-        for name, values in (("nccl_proto", ("", "LL", "LL128", "Simple")), ("nccl_algo", ("", "Ring", "Tree", "NVLS", "NVLSTree")), ("loss_mean", ("slots", "grid")), ("initial_weights", ("target", "random")), ("parallel", ("ddp", "fsdp")), ("mask_shift", (0, 1)),
+        for name, values in (("nccl_proto", ("", "LL", "LL128", "Simple")), ("nccl_algo", ("", "Ring", "Tree", "NVLS", "NVLSTree")), ("loss_mean", ("slots", "grid")), ("initial_weights", ("target", "random", "drafter")), ("parallel", ("ddp", "fsdp")), ("mask_shift", (0, 1)),
                              ("loss", ("kl", "tv", "lk_alpha", "lk_lambda"))):
             need(getattr(self, name) in values, name, " or ".join(map(repr, values)))
         for name in ("threads", "max_total_tok", "context_tok", "max_new_tok", "train_samples", "heldout_samples", "max_length", "concurrency",

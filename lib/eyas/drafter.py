@@ -29,6 +29,7 @@ from eyas.target import Target, check_boundaries
 from eyas.vocab import DraftVocab, check_size
 
 FILE = "drafter.safetensors"
+IMPORTED = "imported.safetensors"  # the imported drafter that a training in its run continued
 
 
 @dataclass(frozen=True)
@@ -305,14 +306,14 @@ def save_drafter(drafter: Drafter, folder: Path, record: dict, name: str = FILE)
     return write_safetensors(Path(folder) / name, weights | {"vocab.ids": drafter.vocab.ids}, metadata)
 
 
-def read_record(folder: Path) -> dict:
+def read_record(folder: Path, name: str = FILE) -> dict:
     """What `save_drafter` was told. EyasError where there is no drafter."""
-    return _read_metadata(Path(folder) / FILE)["record"]
+    return _read_metadata(Path(folder) / name)["record"]
 
 
-def load_drafter(folder: Path, target: Target) -> Drafter:
+def load_drafter(folder: Path, target: Target, name: str = FILE) -> Drafter:
     """The drafter that training or an import saved, with the target's embedding if it has none of its own, in float32. EyasError: none there, a torn file, another target's, another shape."""
-    path = Path(folder) / FILE
+    path = Path(folder) / name
     described = _read_metadata(path)
     made_for = described["record"].get("target", {})
     if made_for.get("fingerprint") != target.fingerprint:

@@ -13,6 +13,7 @@ Files in the run's drafter folder, each whole or absent:
                           is all the state that the order needs
   best.safetensors        the drafter with the longest held-out acceptance so far (`eyas.walk` over the stored held-out states)
   drafter.safetensors     at the end: the last weights, or the best where `patience` ended the run early
+  imported.safetensors    the imported drafter that this training continued (`initial_weights drafter`), as it was
   metrics.parquet         tidy, COLUMNS, every few seconds;  tensorboard/: the same as event files
 Checkpoints and drafters carry their record: data and settings, parity certificate, code version.
 """
@@ -26,7 +27,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import pandas as pd
 import torch
@@ -35,7 +36,8 @@ from torch import nn
 from eyas import ranks
 from eyas.certificate import need_certificate
 from eyas.config import Config
-from eyas.drafter import FILE, Drafter, DrafterConfig, initial_drafter, read_record, save_drafter
+from eyas.continuation import check_nothing_is_lost, keep_imported, only_one, read_start
+from eyas.drafter import FILE, IMPORTED, Drafter, DrafterConfig, initial_drafter, read_record, save_drafter
 from eyas.errors import EyasError
 from eyas.files import code_version, read_parquet, sha256_json, write_atomic
 from eyas.losses import get_loss
@@ -179,9 +181,13 @@ class Training:
         self.dtype, self.loss, self.weights = getattr(torch, config.train_dtype), get_loss(config.loss), step_weights(config.draft_steps, config.step_decay)
         self.boundaries = tuple(sorted({*config.boundaries, target.n_blocks}))
         self.lengths, self.heldout = self.data.lengths("train") | self.data.lengths("heldout"), self.data.samples("heldout")
-        shape = DrafterConfig.from_target(target, config.boundaries, config.draft_vocab_size, config.fc_norm, config.norm_output)
+        self.start = read_start(config, target)
         counts = count_tokens(self.data, list(rows["key"]))
-        vocab = choose_vocab(counts, config.draft_vocab_size)
+        if self.start is None:
+            shape = DrafterConfig.from_target(target, config.boundaries, config.draft_vocab_size, config.fc_norm, config.norm_output)
+            vocab = choose_vocab(counts, config.draft_vocab_size)
+        else:
+            shape, vocab = self.start.drafter.config, self.start.drafter.vocab
         self.coverage = {"train": coverage(vocab, counts), "heldout": coverage(vocab, count_tokens(self.data, self.heldout))}
         self.steps = plan(self.data.lengths("train"), config.epochs, config.batch_tok, config.seed, self.data.epoch_keys)
         self.identity = {
@@ -194,7 +200,14 @@ class Training:
             "parity": {name: sha256_json(record) for name, record in self.certificates.items()}, "code": code_version(),
             "coverage": {split: list(pair) for split, pair in self.coverage.items()},
         }  # fmt: skip
-        self.drafter = initial_drafter(shape, vocab, target, config.seed, config.initial_weights == "target", self._last_rms(list(rows["key"]))).to(self.device)
+        if self.start is None:
+            from_target = config.initial_weights == "target"
+            drafter = initial_drafter(shape, vocab, target, config.seed, from_target, self._last_rms(list(rows["key"])))
+        else:
+            drafter = self.start.drafter
+            self.identity["start"] = {"sha256": self.start.sha256}
+            self.record["continued_from"] = self.start.described()
+        self.drafter = drafter.to(self.device)
         self.model = ranks.wrap(Model(self.drafter), config.parallel, self.device)
         self.trained = {name: p for name, p in self.drafter.named_parameters() if p.requires_grad}
         self.shares = share(list(self.trained.values()), self.threads)
@@ -209,6 +222,7 @@ class Training:
         self.team: Team | None = None
         self._given: list[dict[torch.Tensor, torch.Tensor]] = []  # by process: its gradients of the weights that others change
         self._written_s, self._board = 0.0, None
+        self._lock: IO | None = None  # while this process writes into the drafter folder
 
     def _last_rms(self, keys: list[str]) -> float:
         """Root mean square of the states of the drafter's last boundary, over the supervised tokens of a few samples."""
@@ -474,19 +488,28 @@ class Training:
             for stale in self.config.drafter_dir.rglob(".*.tmp"):
                 stale.unlink(missing_ok=True)
         if not (found := self._checkpoints()):
+            check_nothing_is_lost(self.config, self.identity, self.start)
             return
         path = found[-1]
-        again = f"another run, e.g. -p run_name NAME, or remove {path.parent.parent.name}/ of run {self.config.run_name!r}"
+        with_it = ", and with it the imported drafter" if (self.config.drafter_dir / IMPORTED).is_file() else ""
+        again = f"another run, e.g. -p run_name NAME, or remove {path.parent.parent.name}/ of run {self.config.run_name!r}{with_it}"
         try:
             state = torch.load(path, weights_only=True)
             identity = state["identity"]
         except Exception as error:  # torch.load has no error of its own
             raise EyasError(f"the checkpoint {path.name} of run {self.config.run_name!r} can't be read ({type(error).__name__})", "a whole file",
                             f"remove it and go on from {found[-2].name}" if found[1:] else again) from None
-        for part, what in (("drafter", "drafter shape"), ("store", "store (its samples differ)"), ("settings", "training")):
-            if identity[part] != self.identity[part]:
-                was, now = identity[part], self.identity[part]
-                fields = "" if part == "store" else ": " + ", ".join(f"{k} {was.get(k)}, now {now[k]}" for k in now if was.get(k) != now[k])
+        parts = (
+            ("drafter", "drafter shape"),
+            ("store", "store (its samples differ)"),
+            ("settings", "training"),
+            ("start", "start (the drafter that it continues differs)"),
+        )
+        for part, what in parts:
+            was, now = identity.get(part), self.identity.get(part)
+            if was != now:
+                named = part in ("drafter", "settings")
+                fields = ": " + ", ".join(f"{k} {was.get(k)}, now {now[k]}" for k in now if was.get(k) != now[k]) if named else ""
                 raise EyasError(f"the checkpoint of run {self.config.run_name!r} is of another {what}{fields}", "the same", again)
         if state["record"]["code"] != self.record["code"] and ranks.RANK == 0:
             print(f"note: begun with code {state['record']['code']}, going on with {self.record['code']}")
@@ -507,6 +530,7 @@ class Training:
         if begun < len(self.steps) and not stopped:
             self.begin()
         if ranks.RANK == 0:
+            keep_imported(self.config, self.start)
             from tensorboardX import SummaryWriter
 
             self._board = SummaryWriter(str(self.config.drafter_dir / "tensorboard"), purge_step=self.step + 1)
@@ -541,8 +565,15 @@ class Training:
             length = self.rows[-1]["acceptance_length"] if self.rows else math.nan
             save_drafter(drafter, self.config.drafter_dir, self.record | {"steps": self.step, "heldout_acceptance_length": length})
 
+    def lock(self) -> None:
+        """Raise EyasError where another process trains the same drafter."""
+        if ranks.RANK == 0:
+            self._lock = only_one(self.config.drafter_dir)
+
     def close(self) -> None:
         self._ahead.shutdown(wait=True, cancel_futures=True)
+        if self._lock is not None:
+            self._lock.close()
         if self.team is not None:
             self.team.close()
 
@@ -564,16 +595,20 @@ def train(config: Config, store, target: Target, on_step=None) -> Path:
     """Train the run's drafter, or go on where a checkpoint is; gives its folder. `on_step(dict of step, loss, tok)` is called after each optimiser step.
 
     EyasError: a store without a passing parity certificate (unless `without_parity`), without training samples, with an empty loss mask, without the
-    boundaries or of another target; a checkpoint of another drafter shape, store or settings; D larger than the vocabulary; a loss that is not finite or
-    jumps; a step without a supervised slot; no memory left.
+    boundaries or of another target; a checkpoint of another drafter shape, store or settings; a drafter in the run that this training would replace, an
+    imported one for instance; a start that does not fit the settings; D larger than the vocabulary; a loss that is not finite or jumps; a step without
+    a supervised slot; no memory left.
     """
     torch.set_flush_denormal(True)  # Adam's moments of rare tokens fade into denormal numbers
     torch.set_num_threads(1 if config.device == "cpu" and ranks.WORLD == 1 else config.threads)  # processes share a step, and no threads an operator, whose barriers wait for whatever else runs
     with freed_memory_kept(), ranks.group(torch.device(config.device)):
         training = Training(config, store, target)
         try:
+            training.lock()
             training.resume()
             if ranks.RANK == 0:
+                if training.start is not None:
+                    print(training.start)
                 for split, (covered, total) in training.coverage.items():
                     if total:
                         print(f"draft vocabulary: {config.draft_vocab_size:,} of {target.vocab_size:,} tokens cover {covered / total:.4f} of {total:,} supervised tokens ({split})")
