@@ -155,3 +155,48 @@ def test_a_finished_drafter_is_not_replaced_by_one_of_other_settings(data, targe
     assert "learning_rate 0.002, now 0.0001" in capsys.readouterr().err and path.read_bytes() == before
     assert main(["train", *options(target, "x")]) == 0
     assert "this very training" in capsys.readouterr().out and path.read_bytes() == before
+
+
+def test_the_export_of_another_drafter_is_kept(data, target, capsys):
+    """The run's drafter was removed and trained anew: what may be served from the old export is still there."""
+    config = Config.create(run_name="x", target=str(target.folder))
+    write_store(config.store_dir, target)
+    run = ["-p", "run_name", "x", "-p", "target", str(target.folder)]
+    assert main(["train", *options(target, "x")]) == 0
+    for engine, folder in (("sglang", config.export_dir), ("vllm", config.export_dir / "vllm")):
+        assert main(["export", "--to", engine, *run]) == 0 and main(["export", "--to", engine, *run]) == 0
+        assert not (folder / "earlier-1").exists(), "the same drafter again"
+    before = weights_of(config.export_dir / "model.safetensors")
+    assert main(["data", "rm", "x", "--part", "drafter", "--yes"]) == 0
+    assert main(["train", *options(target, "x", seed="1")]) == 0
+    capsys.readouterr()
+    for engine, folder in (("sglang", config.export_dir), ("vllm", config.export_dir / "vllm")):
+        assert main(["export", "--to", engine, *run]) == 0
+        assert "was of another drafter; kept in runs/x/export/" in capsys.readouterr().out
+        assert (folder / "earlier-1" / "config.json").is_file() and (folder / "earlier-1" / "model.safetensors").is_file()
+    assert equal(weights_of(config.export_dir / "earlier-1" / "model.safetensors"), before)
+    assert not equal(weights_of(config.export_dir / "model.safetensors"), before)
+
+
+def test_results_of_other_settings_or_another_drafter_are_kept(data, target, capsys):
+    config = Config.create(run_name="x", target=str(target.folder))
+    write_store(config.store_dir, target)
+    assert main(["train", *options(target, "x")]) == 0
+    questions = data / "questions.jsonl"
+    questions.write_text("".join(json.dumps({"id": f"q{i}", "category": "chat", "topic": "", "split": "heldout", "messages": [{"role": "user", "content": "Hi " * i}]}) + "\n" for i in (1, 2, 3)))
+    few = {"eval_set": str(questions), "decode_new_tok": "8", "decode_prompts": "2", "baseline_prompts": "1", "check_bf16_prompts": "1", "speed_steps": "2", "speed_topk": "1"}
+    folder = config.acceptance_dir
+    assert main(["walk", *options(target, "x")]) == 0 and main(["decode", *options(target, "x", **few)]) == 0
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert set(before) == {"walk.json", "acceptance.json", "acceptance.parquet", "baselines.parquet", "speed.json"}
+    assert main(["walk", *options(target, "x")]) == 0 and main(["decode", *options(target, "x", **few)]) == 0
+    assert not (folder / "earlier-1").exists(), "the same again"
+    assert main(["walk", *options(target, "x", speculative_num_steps="2")]) == 0
+    assert "walk.json was of speculative_num_steps 3, now 2; kept in runs/x/acceptance/earlier-1" in capsys.readouterr().out
+    assert (folder / "earlier-1" / "walk.json").read_bytes() == before["walk.json"]
+    assert main(["decode", *options(target, "x", **few | {"decode_prompts": "3"})]) == 0
+    assert "2 judged, now 3; kept in runs/x/acceptance/earlier-2" in capsys.readouterr().out
+    assert {path.name for path in (folder / "earlier-2").iterdir()} == set(before) - {"walk.json"}
+    assert main(["data", "rm", "x", "--part", "drafter", "--yes"]) == 0 and main(["train", *options(target, "x", seed="1")]) == 0
+    assert main(["walk", *options(target, "x", speculative_num_steps="2")]) == 0
+    assert "walk.json was of drafter_sha256" in capsys.readouterr().out and (folder / "earlier-3" / "walk.json").is_file()

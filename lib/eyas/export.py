@@ -11,11 +11,12 @@ Layer ids are `eyas.layer_ids`'.
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from eyas.config import Config
 from eyas.drafter import Drafter, DrafterConfig
 from eyas.errors import EyasError
-from eyas.files import write_json, write_safetensors
+from eyas.files import set_aside, shown, write_json, write_safetensors
 from eyas.layer_ids import SGLANG, VERSIONS, engine_boundaries, engine_ids, round_trip  # noqa: F401
 from eyas.target import Target
 
@@ -176,9 +177,22 @@ def _weights(drafter: Drafter) -> dict[str, torch.Tensor]:
 
 
 def _write(folder: Path, record: dict, weights: dict[str, torch.Tensor]) -> Path:
+    if not _has_weights(folder / "model.safetensors", weights):
+        set_aside(folder, ("config.json", "model.safetensors"), f"the export in {shown(folder)} was of another drafter")
     write_safetensors(folder / "model.safetensors", weights, {"format": "pt"})
     write_json(folder / "config.json", record)
     return folder
+
+
+def _has_weights(path: Path, weights: dict[str, torch.Tensor]) -> bool:
+    """Return whether a file holds exactly these weights."""
+    if not path.is_file():
+        return False
+    try:
+        with safe_open(path, framework="pt") as file:
+            return set(file.keys()) == weights.keys() and all(torch.equal(file.get_tensor(name), weights[name]) for name in weights)
+    except SafetensorError:
+        return False
 
 
 def check_keys(weights: dict[str, torch.Tensor], config: DrafterConfig) -> None:

@@ -35,7 +35,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from eyas.acceptance import Prompt, position_counts, position_ratios
+from eyas.acceptance import Prompt, judged_file, keep_earlier, position_counts, position_ratios
 from eyas.config import Config
 from eyas.drafter import FILE, Drafter
 from eyas.errors import EyasError
@@ -50,6 +50,7 @@ from eyas.target import Target, load_target
 from eyas.walk import walk
 
 COMMAND = "python -m eyas serve-check"
+OF_THE_SERVER = ("served.json", "served.parquet")
 THROUGHPUT = "throughput.json"  # of the acceptance folder, by benchmarks/serving.py
 NAMES = {"num_steps": "speculative_num_steps", "topk": "speculative_eagle_topk", "draft_tokens": "speculative_num_draft_tokens"}  # of the server's draft settings in a profile
 LEGACY = {"midlayer.": LAYER, "aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}  # names that the loader reads as these
@@ -205,7 +206,7 @@ def check_or_reason(config: Config, target: Target, drafter: Drafter, prompts: l
     _, table = our_decoding(config, prompts)
     steps = range(1, config.speculative_num_steps + 1)
     record = {
-        "settings": {"drafter_run": config.judged.run_name, "eval_set": config.eval_set, "target": target.name, "target_fingerprint": target.fingerprint, "boundaries": list(drafter.config.boundaries)},
+        "settings": {**judged_file(config), "eval_set": config.eval_set, "target": target.name, "target_fingerprint": target.fingerprint, "boundaries": list(drafter.config.boundaries)},
         "not_served": {"reason": refused.found, "next": refused.next_command},
         "counts": {"prompts": len(table)},
         "decoded": {"acceptance_length": ratio_interval(table["accepted"] + table["verify_steps"], table["verify_steps"], config.seed).as_dict()},
@@ -214,6 +215,7 @@ def check_or_reason(config: Config, target: Target, drafter: Drafter, prompts: l
         "round_trip": {"served": None, "trained": list(drafter.config.boundaries), "ids": None, "equal": None},
         "causes": [{"cause": "a shape that SGLang can serve", "found": refused.found, "expected": refused.expected, "ok": False}],
     }  # fmt: skip
+    keep_earlier(config.acceptance_dir, OF_THE_SERVER, record)
     (config.acceptance_dir / "served.parquet").unlink(missing_ok=True)
     write_json(config.acceptance_dir / "served.json", record)
     return NotServed(record)
@@ -261,6 +263,7 @@ def check(config: Config, target: Target, drafter: Drafter, prompts: list[Prompt
     record = summarise(config, target, drafter, status, trip, decoded, table)
     record["speed_ratio"], record["speed_prompts"] = rate, min(config.serve_timed_prompts, n) if rate else 0
     record["causes"] = causes(config, target, drafter, status, record, table)
+    keep_earlier(config.acceptance_dir, OF_THE_SERVER, record)
     write_atomic(config.acceptance_dir / "served.parquet", table.to_parquet)
     write_json(config.acceptance_dir / "served.json", record)
     return Served(record, table)
@@ -357,7 +360,7 @@ def summarise(config: Config, target: Target, drafter: Drafter, status: dict, tr
     compared = table["identical"].notna().all()
     return {
         "settings": {
-            "drafter_run": config.judged.run_name, "eval_set": config.eval_set, "target": target.name, "target_fingerprint": target.fingerprint,
+            **judged_file(config), "eval_set": config.eval_set, "target": target.name, "target_fingerprint": target.fingerprint,
             "boundaries": list(drafter.config.boundaries), "speculative_num_steps": config.speculative_num_steps, "speculative_eagle_topk": config.speculative_eagle_topk,
             "speculative_num_draft_tokens": config.verified_tok, "max_new_tok": config.decode_new_tok, "dtype": status["dtype"], "decoded_dtype": decoded["settings"]["dtype"],
             "sglang": status["sglang"], "device": status["device"], "overlap": status["overlap"], "parallel": config.concurrency, "seed": config.seed, "interval": "95 %, percentile bootstrap over prompts",
