@@ -34,7 +34,7 @@ import torch
 
 from eyas.config import Config
 from eyas.decode import EagleDraft, PromptLookup, Sampler, ShuffledDraft, Step, Trace, greedy_decode, heldout_samples, load_model, response_start, speculative_decode
-from eyas.drafter import FILE, Drafter, initial_drafter
+from eyas.drafter import Drafter, initial_drafter
 from eyas.errors import EyasError
 from eyas.files import ROOT, read_json, read_parquet, set_aside, sha256_file, write_atomic, write_json
 from eyas.intervals import difference_interval, interval_text, ratio_interval
@@ -157,9 +157,9 @@ def measure(config: Config, target: Target, drafter: Drafter, prompts: list[Prom
 
 
 def judged_file(config: Config) -> dict:
-    """Return which drafter is judged, as results say it: its run and the hash of its file (None where it is in memory only)."""
-    path = config.judged.drafter_dir / FILE
-    return {"drafter_run": config.judged.run_name, "drafter_sha256": sha256_file(path) if path.is_file() else None}
+    """Return which drafter is judged, as results say it: its run, which weights, and the hash of their file (None where it is in memory only)."""
+    path = config.judged.drafter_dir / config.drafter_file
+    return {"drafter_run": config.judged.run_name, "drafter_weights": config.drafter_weights, "drafter_sha256": sha256_file(path) if path.is_file() else None}
 
 
 def keep_earlier(folder: Path, names: tuple[str, ...], record: dict) -> None:

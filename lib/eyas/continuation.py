@@ -58,7 +58,7 @@ def read_start(config: Config, target: Target) -> Start | None:
         return None
     source = config.judged
     own = source.drafter_dir == config.drafter_dir
-    file = _own_imported(config) if own else FILE
+    file = _own_imported(config) if own else source.drafter_file
     record = read_record(source.drafter_dir, file)
     drafter = load_drafter(source.drafter_dir, target, file)
     _check_settings(config, source.run_name, drafter)

@@ -29,6 +29,7 @@ from eyas.target import Target, check_boundaries
 from eyas.vocab import DraftVocab, check_size
 
 FILE = "drafter.safetensors"
+BEST = "best.safetensors"  # of the longest held-out acceptance
 IMPORTED = "imported.safetensors"  # the imported drafter that a training in its run continued
 
 
@@ -335,8 +336,10 @@ def load_drafter(folder: Path, target: Target, name: str = FILE) -> Drafter:
 
 
 def _read_metadata(path: Path) -> dict:
+    run = path.parent.parent.name
+    if not path.is_file() and path.name == BEST:
+        raise EyasError(f"no best weights in run {run!r}", f"a {BEST}, which a training with held-out samples keeps", "-p drafter_weights final")
     if not path.is_file():
-        run = path.parent.parent.name
         raise EyasError(f"no drafter in {path.parent.name!r} of run {run!r}", f"a {FILE}",
                         f"python -m eyas train -p run_name {run}; one that others trained: python -m eyas import-drafter FOLDER -p run_name {run}")
     try:

@@ -37,9 +37,9 @@ from safetensors.torch import load_file
 
 from eyas.acceptance import Prompt, judged_file, keep_earlier, position_counts, position_ratios
 from eyas.config import Config
-from eyas.drafter import FILE, Drafter
+from eyas.drafter import Drafter
 from eyas.errors import EyasError
-from eyas.export import LAYER, OPTIONAL_KEYS, WRITTEN_FOR, export_sglang, unservable
+from eyas.export import LAYER, OPTIONAL_KEYS, WRITTEN_FOR, export_sglang, made_from, unservable
 from eyas.files import read_json, read_parquet, sha256_file, write_atomic, write_json
 from eyas.intervals import difference_interval, interval_text, ratio_interval
 from eyas.progress import Progress
@@ -240,7 +240,7 @@ def check(config: Config, target: Target, drafter: Drafter, prompts: list[Prompt
         if config.serve_url:
             server = Server(config.serve_url.rstrip("/"))
         else:
-            folder = folder or export_sglang(drafter, target, config.judged.export_dir)
+            folder = folder or export_sglang(drafter, target, config.judged.export_dir, made_from=made_from(config.judged))
             server = up.enter_context(serving_up(serving, folder, config.server_dir / "drafting", tied=True))
         status = server.status()
         trip = round_trip(status, drafter)
@@ -431,7 +431,7 @@ def causes(config: Config, target: Target, drafter: Drafter, status: dict, recor
     trained = read_json(manifest).get("template_hash") if manifest.is_file() else None
     now = template_hash(target.tokenizer())[:12] if trained else None
     look("chat template of the training data", trained and trained[:12], now)
-    file, record_file = config.judged.drafter_dir / FILE, config.acceptance_dir / "acceptance.json"
+    file, record_file = config.judged.drafter_dir / config.drafter_file, config.acceptance_dir / "acceptance.json"
     if file.is_file():
         older = record_file.stat().st_mtime < file.stat().st_mtime
         look("our decoding is of this drafter", "older than the drafter" if older else "after it was trained", "after it was trained")
@@ -551,7 +551,7 @@ def side_table(found: list[dict]) -> pd.DataFrame:
 
 def throughput_of(config: Config) -> dict:
     """What a throughput stands on, as throughput.json says it: the file of the drafter and the settings that decide the answers and their speed."""
-    path = config.judged.drafter_dir / FILE
+    path = config.judged.drafter_dir / config.drafter_file
     return {
         "drafter_run": config.judged.run_name, "drafter_sha256": sha256_file(path) if path.is_file() else None, "speculative_num_steps": config.speculative_num_steps,
         "speculative_eagle_topk": config.speculative_eagle_topk, "speculative_num_draft_tokens": config.verified_tok, "temperature": config.temperature, "device": config.device,

@@ -37,7 +37,7 @@ from eyas import ranks
 from eyas.certificate import need_certificate
 from eyas.config import Config
 from eyas.continuation import check_nothing_is_lost, keep_imported, only_one, read_start
-from eyas.drafter import FILE, IMPORTED, Drafter, DrafterConfig, initial_drafter, read_record, save_drafter
+from eyas.drafter import BEST, FILE, IMPORTED, Drafter, DrafterConfig, initial_drafter, read_record, save_drafter
 from eyas.errors import EyasError
 from eyas.files import code_version, read_parquet, sha256_json, write_atomic
 from eyas.losses import get_loss
@@ -631,4 +631,24 @@ def summary(config: Config) -> str:
     judged = metrics.dropna(subset="acceptance_length").drop_duplicates("step")
     if len(judged):
         lines.append(f"held-out acceptance length by the offline walk, bonus token included: {judged['acceptance_length'].iloc[-1]:.3f} (best {judged['acceptance_length'].max():.3f})")
-    return "\n".join(lines)
+    return "\n".join([*lines, *filter(None, [weights_text(config)])])
+
+
+def weights_text(config: Config) -> str:
+    """Return in words which step's weights are used, with the held-out acceptance of the best and of the last; "" where none were judged.
+
+    `drafter_weights` decides: the drafter that is exported and judged is the one that this describes.
+    """
+    folder = config.drafter_dir
+    if not (folder / BEST).is_file() or not (folder / "metrics.parquet").is_file():
+        return ""
+    judged = read_parquet(folder / "metrics.parquet").dropna(subset="acceptance_length").drop_duplicates("step")
+    best, used = read_record(folder, BEST), read_record(folder, config.drafter_file)
+    if judged.empty or "steps" not in used:
+        return ""
+    last_step, last_length = int(judged["step"].iloc[-1]), float(judged["acceptance_length"].iloc[-1])
+    best_step, best_length = best["steps"], best["heldout_acceptance_length"]
+    names = [name for name, step in (("best", best_step), ("last", last_step)) if used["steps"] == step]
+    text = f"held-out acceptance length: best at step {best_step} ({best_length:.3f}), last at step {last_step} ({last_length:.3f}); "
+    text += f"this drafter is the {' and the '.join(names)}" if names else f"this drafter is that of step {used['steps']}"
+    return text + ("; the best: -p drafter_weights best" if "best" not in names else "")
