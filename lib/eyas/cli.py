@@ -544,6 +544,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
+        _say_without_effect(args)
         code = args.run(args)
         sys.stdout.flush()  # here, where a reader that has gone away can still be told from an error
         return code
@@ -561,6 +562,19 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("eyas: interrupted", file=sys.stderr)
         return 130
+
+
+def _say_without_effect(args) -> None:
+    """Say on stderr which settings that came with -p this command does not read."""
+    names = [name for name, _ in getattr(args, "p", None) or []]
+    if not names or os.environ.get("RANK", "0") != "0":  # under torchrun one process says it
+        return
+    from eyas.effects import without_effect
+
+    action, job = getattr(args, "action", None), getattr(args, "name", None)
+    command = job if args.command == "job" and action == "start" else " ".join(filter(None, (args.command, action)))
+    if said := without_effect(command, names, _config(args)):
+        print(f"note: {said}", file=sys.stderr)
 
 
 def _nobody_reads() -> bool:

@@ -76,8 +76,8 @@ class Config:
     generate_responses: bool = _doc(False, "make the responses afresh with the server instead of using the shipped ones")
     max_new_tok: int = _doc(128, "longest generated response, tokens")
     chat_template_kwargs: str = _doc("", "variables of the chat template, JSON such as '{\"enable_thinking\": false}' (Qwen3) or '{\"thinking\": false}' (Kimi-K2.5); empty: as it is")
-    train_samples: int = _doc(1000, "conversations of the training topics to extract, at most")
-    heldout_samples: int = _doc(48, "conversations of the held-out topics to extract, at most")
+    train_samples: int = _doc(1000, "conversations of the training topics to extract, and to train on, at most")
+    heldout_samples: int = _doc(48, "conversations of the held-out topics to extract, and to judge a training by, at most")
     max_length: int = _doc(512, "longest sample, tokens; longer ones are cut there and say so")
     # Extraction
     concurrency: int = _doc(16, "requests in flight, per server")

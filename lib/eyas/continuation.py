@@ -148,8 +148,8 @@ def _start_of(record: dict) -> dict | None:
 def _apart(made: dict, now: dict) -> str:
     """Return in words what differs between two trainings."""
     settings = made["settings"] or {}
-    names = [name for name in now["settings"] if settings.get(name) != now["settings"][name]]
-    parts = [f"{name} {settings.get(name)}, now {now['settings'][name]}" for name in names] if settings else []
+    names = [name for name in {**now["settings"], **settings} if settings.get(name) != now["settings"].get(name)]
+    parts = [f"{name} {settings.get(name)}, now {now['settings'].get(name)}" for name in names] if settings else []
     parts += [f"another {name}" for name in ("store", "start") if made[name] != now[name]]
     return ", ".join(parts) or "its record names no settings"
 

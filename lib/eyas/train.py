@@ -49,6 +49,7 @@ from eyas.ttt import Batch, Losses, Teacher, batch_loss, pack, slots_of, step_we
 from eyas.vocab import choose_vocab, count_tokens, coverage
 from eyas.walk import walk
 
+ALL = "all of the store"  # where a setting is no part of an identity: nothing is left out
 CLIP_NORM = 1.0
 SLOT_ROWS = 4  # what a draft step of an active slot takes is what so many packed rows do, about
 METRICS_S = 5.0  # how often the metrics are written anew
@@ -195,6 +196,9 @@ class Training:
             "store": self.data.identity,
             "settings": {name: list(value) if isinstance(value := getattr(config, name), tuple) else value for name in SETTINGS},
         }
+        for split, limited in self.data.limited.items():
+            if limited.cut:  # where nothing is left out the training is that of the whole store
+                self.identity["settings"][f"{split}_samples"] = limited.asked
         self.record = {
             "target": {"name": target.name, "fingerprint": target.fingerprint}, "store": self.identity["store"], "settings": self.identity["settings"],
             "parity": {name: sha256_json(record) for name, record in self.certificates.items()}, "code": code_version(),
@@ -509,7 +513,7 @@ class Training:
             was, now = identity.get(part), self.identity.get(part)
             if was != now:
                 named = part in ("drafter", "settings")
-                fields = ": " + ", ".join(f"{k} {was.get(k)}, now {now[k]}" for k in now if was.get(k) != now[k]) if named else ""
+                fields = ": " + differences(was, now) if named else ""
                 raise EyasError(f"the checkpoint of run {self.config.run_name!r} is of another {what}{fields}", "the same", again)
         if state["record"]["code"] != self.record["code"] and ranks.RANK == 0:
             print(f"note: begun with code {state['record']['code']}, going on with {self.record['code']}")
@@ -591,6 +595,12 @@ class Silent:
         pass
 
 
+def differences(was: dict, now: dict) -> str:
+    """Return in words what differs between two identities."""
+    names = [name for name in {**now, **was} if was.get(name) != now.get(name)]
+    return ", ".join(f"{name} {was.get(name, ALL)}, now {now.get(name, ALL)}" for name in names)
+
+
 def train(config: Config, store, target: Target, on_step=None) -> Path:
     """Train the run's drafter, or go on where a checkpoint is; gives its folder. `on_step(dict of step, loss, tok)` is called after each optimiser step.
 
@@ -612,6 +622,11 @@ def train(config: Config, store, target: Target, on_step=None) -> Path:
                 for split, (covered, total) in training.coverage.items():
                     if total:
                         print(f"draft vocabulary: {config.draft_vocab_size:,} of {target.vocab_size:,} tokens cover {covered / total:.4f} of {total:,} supervised tokens ({split})")
+                for split, limited in training.data.limited.items():
+                    if limited.cut:
+                        print(f"{split}_samples {limited.asked:,}: the first of the store's {limited.stored:,} {split} samples, as extraction would choose them")
+                    elif limited.asked > limited.stored:
+                        print(f"{split}_samples {limited.asked:,}: the store was made with {limited.stored:,}")
                 for reason, n in training.data.dropped.items():
                     if n:
                         print(f"not trained on: {n:,} samples with the {reason} of a held-out one")
