@@ -41,7 +41,7 @@ def main() -> None:
     target = target_of(config)
     prompts = eval_prompts(config, target)
     with tempfile.TemporaryDirectory(prefix="eyas-") as folder:
-        export = export_sglang(load_drafter(config.judged.drafter_dir, target), target, Path(folder) / "export")
+        export = export_sglang(load_drafter(config.judged.drafter_dir, target, config.drafter_file), target, Path(folder) / "export")
         with serving_up(config, None, Path(folder) / "plain", tied=True) as plain, serving_up(config, export, Path(folder) / "drafting", tied=True) as drafting:
             askers = {"plain": Asker(plain, config), "drafting": Asker(drafting, config)}
             rows = measure(askers, prompts, args.parallel, args.rounds)

@@ -652,3 +652,37 @@ def test_kill_9_of_the_client(generating, tokenizer, tmp_path):
     manifest = run(generating, again)
     assert manifest["responses"]["total"] == 9 and len(again.requests) < 9
     assert len(load_prompts(generating.out).conversations) == 6
+
+
+def test_responses_of_another_target_are_kept_where_new_ones_take_their_place(generating, capsys):
+    """One's own answers too, and fields that are not ours; questions alone, and responses of the same settings, are simply answered again."""
+    server = generating.start()
+    run(generating, server)
+    first = generating.out.read_bytes()
+    run(generating, server)
+    assert not list(generating.out.parent.glob("earlier-*"))
+    generating.target.fingerprint, generating.target.name = "e" * 64, "other"
+    run(generating, server)
+    kept = generating.out.parent / "earlier-1"
+    assert (kept / "p.jsonl").read_bytes() == first and read_json(kept / "p.json")["target"]["name"] == "fake"
+    assert "made by fake with other settings; kept in earlier-1: p.jsonl, p.json" in capsys.readouterr().out
+    generating.out.with_suffix(".json").unlink()
+    own = json.dumps(generating.asked[0].questions().to_dict() | {"source": "log 7"}) + "\n"
+    generating.out.write_text(own)
+    run(generating, server)
+    assert (generating.out.parent / "earlier-2" / "p.jsonl").read_text() == own
+    prompts.write_prompts(generating.out, [c.questions() for c in generating.asked])
+    generating.out.with_suffix(".json").unlink()
+    run(generating, server)
+    assert not (generating.out.parent / "earlier-3").exists()
+
+
+def test_build_does_not_overwrite_other_questions(tmp_path, capsys):
+    from eyas.cli import main
+
+    path = tmp_path / "p.jsonl"
+    assert main(["prompts", "build", "--path", str(path)]) == 0
+    before = path.read_bytes()
+    assert main(["prompts", "build", "--path", str(path)]) == 0 and path.read_bytes() == before
+    assert main(["prompts", "build", "--path", str(path), "--seed", "1"]) == 2 and "holds other conversations already" in capsys.readouterr().err
+    assert path.read_bytes() == before

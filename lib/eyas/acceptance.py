@@ -21,6 +21,7 @@ What may explain the figure:
 """
 
 import dataclasses
+import json
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -35,7 +36,7 @@ from eyas.config import Config
 from eyas.decode import EagleDraft, PromptLookup, Sampler, ShuffledDraft, Step, Trace, greedy_decode, heldout_samples, load_model, response_start, speculative_decode
 from eyas.drafter import Drafter, initial_drafter
 from eyas.errors import EyasError
-from eyas.files import ROOT, read_json, read_parquet, write_atomic, write_json
+from eyas.files import ROOT, read_json, read_parquet, set_aside, sha256_file, write_atomic, write_json
 from eyas.intervals import difference_interval, interval_text, ratio_interval
 from eyas.progress import Progress
 from eyas.prompts import humaneval, load_prompts, load_questions, prompt_ids, repeated_bigrams
@@ -43,6 +44,7 @@ from eyas.target import Target
 
 BINS = 10  # of confidence, equally wide
 SHOWN_MISSES = 20
+OF_A_DECODING = ("acceptance.json", "acceptance.parquet", "baselines.parquet", "speed.json", "offline.json", "served.json", "served.parquet")  # what stands on one decoding
 PLAIN, DRAFTER, LOOKUP, RANDOM, SHUFFLED, SAMPLED = "no drafting", "drafter", "prompt-lookup n-grams", "drafter, random weights", "drafter, shuffled states", "drafter, sampled"
 
 
@@ -147,10 +149,41 @@ def measure(config: Config, target: Target, drafter: Drafter, prompts: list[Prom
     record["speed_ratio_bfloat16"] = ratio_interval([t[0] for t in timed], [t[1] for t in timed], config.seed).as_dict() | {"prompts": len(timed)}
     drawn = config.temperature > 0  # then nothing has to be identical
     record["identical_to_greedy"] = {"float32": _compare(prompts, [] if drawn else pairs), "bfloat16": _compare(prompts, [] if drawn else list(zip(again[PLAIN], again[DRAFTER])))}
+    keep_earlier(config.acceptance_dir, OF_A_DECODING, record)
     write_atomic(config.acceptance_dir / "acceptance.parquet", table.to_parquet)
     write_atomic(config.acceptance_dir / "baselines.parquet", others.to_parquet)
     write_json(config.acceptance_dir / "acceptance.json", record)
     return Acceptance(record, table, others, {"float32": traces, "bfloat16": again})
+
+
+def judged_file(config: Config) -> dict:
+    """Return which drafter is judged, as results say it: its run, which weights, and the hash of their file (None where it is in memory only)."""
+    path = config.judged.drafter_dir / config.drafter_file
+    return {"drafter_run": config.judged.run_name, "drafter_weights": config.drafter_weights, "drafter_sha256": sha256_file(path) if path.is_file() else None}
+
+
+def keep_earlier(folder: Path, names: tuple[str, ...], record: dict) -> None:
+    """Keep results of another drafter or of other settings apart, before new ones take their place. `names`: JSON with settings first, then what belongs to it."""
+    path = folder / names[0]
+    if not path.is_file():
+        return
+    try:
+        earlier = read_json(path)
+        was, n_was = earlier["settings"], _judged_count(earlier)
+    except (ValueError, KeyError, TypeError):
+        return  # torn, or not a result
+    now = json.loads(json.dumps(record["settings"]))
+    apart = [f"{name} {was[name]}, now {now[name]}" for name in now if name in was and was[name] != now[name]]
+    if n_was != _judged_count(record):
+        apart.append(f"{n_was} judged, now {_judged_count(record)}")
+    if apart:
+        set_aside(folder, names, f"{names[0]} was of {'; '.join(apart)}")
+
+
+def _judged_count(record: dict) -> int | None:
+    """Return how many prompts or samples a result is over."""
+    counts = record.get("counts", {})
+    return counts.get("prompts", counts.get("samples"))
 
 
 Method = Callable[[list[int], int], Trace]  # prompt, most new tokens -> what was decoded
@@ -416,7 +449,7 @@ def summarise(config: Config, target: Target, drafter: Drafter, prompts: pd.Data
     counted = [name for name in prompts.columns if name not in ("id", "category")]
     return {
         "settings": {
-            "drafter_run": config.judged.run_name, "eval_set": config.eval_set, "target": target.name, "target_fingerprint": target.fingerprint,
+            **judged_file(config), "eval_set": config.eval_set, "target": target.name, "target_fingerprint": target.fingerprint,
             "boundaries": list(drafter.config.boundaries), "draft_vocab_size": drafter.config.draft_vocab_size,
             "speculative_num_steps": config.speculative_num_steps, "speculative_eagle_topk": config.speculative_eagle_topk,
             "speculative_num_draft_tokens": config.verified_tok, "speculative_use_rejection_sampling": config.speculative_use_rejection_sampling,

@@ -321,7 +321,7 @@ def _walk(args) -> int:
 
     config = _config(args)
     store = Store.open(config.judged_store_dir)
-    print(summary(run_walk(config, load_drafter(config.judged.drafter_dir, target_of(config)), store)))
+    print(summary(run_walk(config, load_drafter(config.judged.drafter_dir, target_of(config), config.drafter_file), store)))
     return 0
 
 
@@ -333,7 +333,7 @@ def _decode(args) -> int:
 
     config = _config(args)
     target = target_of(config)
-    prompts, drafter = eval_prompts(config, target), load_drafter(config.judged.drafter_dir, target)
+    prompts, drafter = eval_prompts(config, target), load_drafter(config.judged.drafter_dir, target, config.drafter_file)
     acceptance = measure(config, target, drafter, prompts)
     print(acceptance)
     print(verdict(model_speed(config, target, drafter, prompts, acceptance)))
@@ -354,19 +354,22 @@ def _export(args) -> int:
         print(f"A target of {args.blocks} blocks (--blocks N):\n" + round_trip_text(round_trip(args.blocks)))
         return 0
     from eyas.drafter import load_drafter
-    from eyas.export import export_sglang, export_speculators
+    from eyas.export import export_sglang, export_speculators, made_from
     from eyas.target import target_of
+    from eyas.train import weights_text
 
     config = _config(args)
     target = target_of(config)
-    drafter = load_drafter(config.drafter_dir, target)
+    drafter = load_drafter(config.drafter_dir, target, config.drafter_file)
+    if said := weights_text(config):
+        print(said)
     if args.to == "sglang":
-        folder = export_sglang(drafter, target, config.export_dir)
+        folder = export_sglang(drafter, target, config.export_dir, made_from=made_from(config))
         print(f"for {SGLANG.replace('sglang', 'SGLang')}, with the draft settings of the profile:\n{_sglang_line(config, target.folder, folder)}")
         if drafter.config.norm_output:
             print("it feeds back the drafter's normed output (norm_output in config.json), which this SGLang does; one that does not know it accepts less from the second draft on")
         return 0
-    folder = export_speculators(drafter, target, config.export_dir / "vllm", config.speculative_num_steps, args.to)
+    folder = export_speculators(drafter, target, config.export_dir / "vllm", config.speculative_num_steps, args.to, made_from(config))
     print(f"for vLLM and speculators, with the draft settings of the profile:\n{_vllm_line(config, target.folder, folder)}\nvLLM was never run here"
           + ("; it has to know norm_output of config.json, or it accepts less from the second draft on" if drafter.config.norm_output else ""))
     return 0
@@ -412,7 +415,7 @@ def _serve_check(args) -> int:
 
     config = _config(args)
     target = target_of(config)
-    found = check(config, target, load_drafter(config.judged.drafter_dir, target), eval_prompts(config, target))
+    found = check(config, target, load_drafter(config.judged.drafter_dir, target, config.drafter_file), eval_prompts(config, target))
     print(found)
     return 0 if found.passed else 1
 
@@ -544,6 +547,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
+        _say_without_effect(args)
         code = args.run(args)
         sys.stdout.flush()  # here, where a reader that has gone away can still be told from an error
         return code
@@ -561,6 +565,19 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("eyas: interrupted", file=sys.stderr)
         return 130
+
+
+def _say_without_effect(args) -> None:
+    """Say on stderr which settings that came with -p this command does not read."""
+    names = [name for name, _ in getattr(args, "p", None) or []]
+    if not names or os.environ.get("RANK", "0") != "0":  # under torchrun one process says it
+        return
+    from eyas.effects import without_effect
+
+    action, job = getattr(args, "action", None), getattr(args, "name", None)
+    command = job if args.command == "job" and action == "start" else " ".join(filter(None, (args.command, action)))
+    if said := without_effect(command, names, _config(args)):
+        print(f"note: {said}", file=sys.stderr)
 
 
 def _nobody_reads() -> bool:

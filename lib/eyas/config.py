@@ -76,8 +76,8 @@ class Config:
     generate_responses: bool = _doc(False, "make the responses afresh with the server instead of using the shipped ones")
     max_new_tok: int = _doc(128, "longest generated response, tokens")
     chat_template_kwargs: str = _doc("", "variables of the chat template, JSON such as '{\"enable_thinking\": false}' (Qwen3) or '{\"thinking\": false}' (Kimi-K2.5); empty: as it is")
-    train_samples: int = _doc(1000, "conversations of the training topics to extract, at most")
-    heldout_samples: int = _doc(48, "conversations of the held-out topics to extract, at most")
+    train_samples: int = _doc(1000, "conversations of the training topics to extract, and to train on, at most")
+    heldout_samples: int = _doc(48, "conversations of the held-out topics to extract, and to judge a training by, at most")
     max_length: int = _doc(512, "longest sample, tokens; longer ones are cut there and say so")
     # Extraction
     concurrency: int = _doc(16, "requests in flight, per server")
@@ -108,7 +108,7 @@ class Config:
     mask_shift: int = _doc(1, "slot j learns where loss_mask[j + mask_shift]: 1; 0 is the common mistake, to be measured")
     fc_norm: bool = _doc(False, "an RMSNorm for each boundary before fc (EAGLE-3.1)")
     norm_output: bool = _doc(True, "feed back the drafter's output after its norm, not before it")
-    initial_weights: str = _doc("target", "start from the 'target': its last block, norm and head; or 'random'")
+    initial_weights: str = _doc("target", "start from the 'target': its last block, norm and head; 'random'; or 'drafter': continue that of drafter_run, or the one that was imported into this run")
     pass_tok: int = _doc(0, "packed tokens of one forward and backward pass, of each process; 0: all of the step. Less needs less memory, the result stays")
     parallel: str = _doc("ddp", "under torchrun: 'ddp' (a copy on each rank) or 'fsdp' (FSDP2, weights sharded)")
     checkpoint_steps: int = _doc(100, "optimiser steps between checkpoints; there is one after every evaluation too")
@@ -118,6 +118,7 @@ class Config:
     spike_ratio: float = _doc(3.0, "training stops at a batch whose loss is this many times the median of the last 50; 0: never")
     # Acceptance
     drafter_run: str = _doc("", "run whose drafter and store are judged; empty: this one's")
+    drafter_weights: str = _doc("final", "weights that are judged, exported and served: 'final', as training ended; 'best', of the longest held-out acceptance")
     eval_set: str = _doc("heldout", "prompts to decode: 'heldout' topics, 'humaneval', or one's own JSONL of conversations, relative to the repository or absolute")
     decode_prompts: int = _doc(24, "prompts decoded for real")
     decode_new_tok: int = _doc(64, "tokens decoded for each of them, at most")
@@ -165,7 +166,7 @@ class Config:
         need(not set(self.compare_run) & set("/\\\0") and self.compare_run not in (".", "..") and (self.compare_run != self.run_name or self.drafter_run not in ("", self.run_name)),
              "compare_run", "another run's folder name, or nothing")
         need(not set(self.drafter_run) & set("/\\\0") and self.drafter_run not in (".", ".."), "drafter_run", "a run's folder name, or nothing")
-        for name, values in (("nccl_proto", ("", "LL", "LL128", "Simple")), ("nccl_algo", ("", "Ring", "Tree", "NVLS", "NVLSTree")), ("loss_mean", ("slots", "grid")), ("initial_weights", ("target", "random")), ("parallel", ("ddp", "fsdp")), ("mask_shift", (0, 1)),
+        for name, values in (("nccl_proto", ("", "LL", "LL128", "Simple")), ("nccl_algo", ("", "Ring", "Tree", "NVLS", "NVLSTree")), ("loss_mean", ("slots", "grid")), ("initial_weights", ("target", "random", "drafter")), ("parallel", ("ddp", "fsdp")), ("drafter_weights", ("final", "best")), ("mask_shift", (0, 1)),
                              ("loss", ("kl", "tv", "lk_alpha", "lk_lambda"))):
             need(getattr(self, name) in values, name, " or ".join(map(repr, values)))
         for name in ("threads", "max_total_tok", "context_tok", "max_new_tok", "train_samples", "heldout_samples", "max_length", "concurrency",
@@ -236,14 +237,22 @@ class Config:
         return self.out_dir / "drafter"
 
     @property
+    def drafter_file(self) -> str:
+        """Name of the file with the weights that are judged, exported and served."""
+        return "best.safetensors" if self.drafter_weights == "best" else "drafter.safetensors"
+
+    @property
     def export_dir(self) -> Path:
-        return self.out_dir / "export"
+        folder = self.out_dir / "export"
+        return folder / "best_weights" if self.drafter_weights == "best" else folder
 
     @property
     def acceptance_dir(self) -> Path:
-        """Where a run that has a drafter judges that of another run, it is a folder within, so that neither overwrites the other."""
+        """Where a run that has a drafter judges that of another run, it is a folder within, so that neither overwrites the other; so are the best weights."""
         folder = self.out_dir / "acceptance"
-        return folder / self.drafter_run if self.drafter_run not in ("", self.run_name) and self.drafter_dir.is_dir() else folder
+        if self.drafter_run not in ("", self.run_name) and self.drafter_dir.is_dir():
+            folder = folder / self.drafter_run
+        return folder / "best_weights" if self.drafter_weights == "best" else folder
 
     @property
     def server_dir(self) -> Path:

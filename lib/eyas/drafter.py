@@ -30,6 +30,8 @@ from eyas.target import Target
 from eyas.vocab import DraftVocab, check_size
 
 FILE = "drafter.safetensors"
+BEST = "best.safetensors"  # of the longest held-out acceptance
+IMPORTED = "imported.safetensors"  # the imported drafter that a training in its run continued
 
 
 @dataclass(frozen=True)
@@ -306,14 +308,14 @@ def save_drafter(drafter: Drafter, folder: Path, record: dict, name: str = FILE)
     return write_safetensors(Path(folder) / name, weights | {"vocab.ids": drafter.vocab.ids}, metadata)
 
 
-def read_record(folder: Path) -> dict:
+def read_record(folder: Path, name: str = FILE) -> dict:
     """What `save_drafter` was told. EyasError where there is no drafter."""
-    return _read_metadata(Path(folder) / FILE)["record"]
+    return _read_metadata(Path(folder) / name)["record"]
 
 
-def load_drafter(folder: Path, target: Target) -> Drafter:
+def load_drafter(folder: Path, target: Target, name: str = FILE) -> Drafter:
     """The drafter that training or an import saved, with the target's embedding if it has none of its own, in float32. EyasError: none there, a torn file, another target's, another shape."""
-    path = Path(folder) / FILE
+    path = Path(folder) / name
     described = _read_metadata(path)
     made_for = described["record"].get("target", {})
     if made_for.get("fingerprint") != target.fingerprint:
@@ -335,8 +337,10 @@ def load_drafter(folder: Path, target: Target) -> Drafter:
 
 
 def _read_metadata(path: Path) -> dict:
+    run = path.parent.parent.name
+    if not path.is_file() and path.name == BEST:
+        raise EyasError(f"no best weights in run {run!r}", f"a {BEST}, which a training with held-out samples keeps", "-p drafter_weights final")
     if not path.is_file():
-        run = path.parent.parent.name
         raise EyasError(f"no drafter in {path.parent.name!r} of run {run!r}", f"a {FILE}",
                         f"python -m eyas train -p run_name {run}; one that others trained: python -m eyas import-drafter FOLDER -p run_name {run}")
     try:

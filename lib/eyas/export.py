@@ -11,11 +11,12 @@ Layer ids are `eyas.layer_ids`'.
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from eyas.config import Config
-from eyas.drafter import Drafter, DrafterConfig
+from eyas.drafter import Drafter, DrafterConfig, read_record
 from eyas.errors import EyasError
-from eyas.files import write_json, write_safetensors
+from eyas.files import set_aside, shown, write_json, write_safetensors
 from eyas.layer_ids import SGLANG, VERSIONS, engine_boundaries, engine_ids, round_trip  # noqa: F401
 from eyas.target import Target
 
@@ -67,12 +68,23 @@ def exported(run: Config, drafter: Drafter, target: Target) -> str:
     refused = unservable(run, drafter, target)
     if refused:
         return f"not exported for SGLang: {refused}"
-    files = sorted(path for path in export_sglang(drafter, target, run.export_dir).iterdir() if path.is_file())
+    folder = export_sglang(drafter, target, run.export_dir, made_from=made_from(run))
+    files = sorted(path for path in folder.iterdir() if path.is_file())
     return "\n".join(f"{path.name}: {path.stat().st_size:,} bytes" for path in files)
 
 
-def export_sglang(drafter: Drafter, target: Target, folder: Path, engine: str = SGLANG) -> Path:
-    """Write `config.json` and `model.safetensors`; gives the folder.
+def made_from(run: Config) -> dict:
+    """Return which weights an export is made from, as its config.json says it: run, `drafter_weights`, and for trained ones optimiser steps and held-out acceptance."""
+    if not (run.drafter_dir / run.drafter_file).is_file():
+        return {}
+    record = read_record(run.drafter_dir, run.drafter_file)
+    length = record.get("heldout_acceptance_length")
+    known = {"steps": record.get("steps"), "heldout_acceptance_length": length if length == length else None}  # NaN is no JSON
+    return {"run_name": run.run_name, "drafter_weights": run.drafter_weights, **{name: value for name, value in known.items() if value is not None}}
+
+
+def export_sglang(drafter: Drafter, target: Target, folder: Path, engine: str = SGLANG, made_from: dict | None = None) -> Path:
+    """Write `config.json` and `model.safetensors`; gives the folder. `made_from`: see that function.
 
     The target's embedding is left out: SGLang takes it from the target. EyasError where this SGLang cannot serve the drafter.
     """
@@ -92,12 +104,12 @@ def export_sglang(drafter: Drafter, target: Target, folder: Path, engine: str = 
             "norm_before_fc": config.norm_before_fc,
         },
         "dtype": _dtype(target),  # in which it is served
-        WRITTEN_FOR: written_for(engine, config, target),
+        WRITTEN_FOR: written_for(engine, config, target) | (made_from or {}),
     }
     return _write(folder, record, _weights(drafter))
 
 
-def export_speculators(drafter: Drafter, target: Target, folder: Path, draft_steps: int, engine: str = "vllm") -> Path:
+def export_speculators(drafter: Drafter, target: Target, folder: Path, draft_steps: int, engine: str = "vllm", made_from: dict | None = None) -> Path:
     """Write `config.json` and `model.safetensors` as speculators saves them, for it and for vLLM; gives the folder.
 
     `draft_steps`: tokens that vLLM is to draft, unless it is told otherwise. The embedding is in it, and `d2t` and `t2d` unless D = V. vLLM serves
@@ -125,7 +137,7 @@ def export_speculators(drafter: Drafter, target: Target, folder: Path, draft_ste
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "dtype": _dtype(target),
-        WRITTEN_FOR: written_for(engine, config, target),
+        WRITTEN_FOR: written_for(engine, config, target) | (made_from or {}),
     }
     weights = _weights(drafter) | {"embed_tokens.weight": drafter.embed_tokens.weight.detach().cpu()}
     if config.draft_vocab_size == config.vocab_size:
@@ -176,9 +188,22 @@ def _weights(drafter: Drafter) -> dict[str, torch.Tensor]:
 
 
 def _write(folder: Path, record: dict, weights: dict[str, torch.Tensor]) -> Path:
+    if not _has_weights(folder / "model.safetensors", weights):
+        set_aside(folder, ("config.json", "model.safetensors"), f"the export in {shown(folder)} was of another drafter")
     write_safetensors(folder / "model.safetensors", weights, {"format": "pt"})
     write_json(folder / "config.json", record)
     return folder
+
+
+def _has_weights(path: Path, weights: dict[str, torch.Tensor]) -> bool:
+    """Return whether a file holds exactly these weights."""
+    if not path.is_file():
+        return False
+    try:
+        with safe_open(path, framework="pt") as file:
+            return set(file.keys()) == weights.keys() and all(torch.equal(file.get_tensor(name), weights[name]) for name in weights)
+    except SafetensorError:
+        return False
 
 
 def check_keys(weights: dict[str, torch.Tensor], config: DrafterConfig) -> None:

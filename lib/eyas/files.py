@@ -1,11 +1,12 @@
 """Where things lie, and writing that is whole or absent: temporary name in the same folder, flush, fsync, rename."""
 
 import hashlib
+import itertools
 import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,31 @@ def write_text(path: Path, text: str) -> Path:
 
 def write_json(path: Path, data: Any) -> Path:
     return write_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+
+def set_aside(folder: Path, names: Iterable[str], why: str) -> Path | None:
+    """Move these files of a folder into its next free earlier-N folder, and say so; None where none of them exists.
+
+    For what another command or other settings made: it is kept where the new one takes its place. `why` says what it was.
+    """
+    folder = Path(folder)
+    found = [name for name in names if (folder / name).is_file()]
+    if not found:
+        return None
+    kept = next(path for n in itertools.count(1) if not (path := folder / f"earlier-{n}").exists())
+    kept.mkdir()
+    for name in found:
+        os.replace(folder / name, kept / name)
+    print(f"note: {why}; kept in {shown(kept)}: {', '.join(found)}")
+    return kept
+
+
+def shown(path: Path) -> str:
+    """Return a path as people are told it: from the data folder or the repository on, where it is inside."""
+    for root in (data_dir(), ROOT):
+        if path.is_relative_to(root):
+            return str(path.relative_to(root))
+    return path.name
 
 
 def read_json(path: Path) -> Any:

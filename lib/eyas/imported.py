@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from eyas.boundaries import check_boundaries
+from eyas.continuation import is_free, only_one
 from eyas.drafter import Drafter, DrafterConfig, ImportedConfig, save_drafter, scaled_rope
 from eyas.errors import EyasError
 from eyas.export import LAYER, architecture, check_keys
@@ -50,10 +51,19 @@ class Checkpoint:
 
 def import_drafter(folder: Path, target: Target, out: Path, ids_of: str = "", boundaries: tuple[int, ...] = (), norm_before_residual: bool | None = None) -> Checkpoint:
     """Read a public checkpoint and save it as a run's drafter in `out`. Arguments and errors as `read_checkpoint`; EyasError where one lies there already."""
-    if out.is_dir() and any(out.iterdir()):
-        raise EyasError(f"run {out.parent.name!r} has a drafter already", "a run without one", "python -m eyas import-drafter FOLDER -p run_name ANOTHER")
+    taken = EyasError(
+        f"run {out.parent.name!r} has a drafter already",
+        "a run without one",
+        "python -m eyas import-drafter FOLDER -p run_name ANOTHER",
+    )
+    if not is_free(out):
+        raise taken
     found = read_checkpoint(folder, target, ids_of, boundaries, norm_before_residual)
-    save_drafter(found.drafter, out, {"target": {"name": target.name, "fingerprint": target.fingerprint}, "imported": found.origin})
+    with only_one(out):
+        if not is_free(out):  # a training started meanwhile
+            raise taken
+        record = {"target": {"name": target.name, "fingerprint": target.fingerprint}, "imported": found.origin}
+        save_drafter(found.drafter, out, record)
     return found
 
 

@@ -10,6 +10,7 @@ made by extract the split is by topic already. Acceptance is measured on the hel
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -23,11 +24,19 @@ from eyas.target import Head
 ASK = "python -m eyas data, for the runs that there are; then -p mix NAME:WEIGHT,NAME:WEIGHT"
 
 
+class Limited(NamedTuple):
+    """How many samples of a split the settings ask for, how many the run's own store was made with, and whether some are left out."""
+
+    asked: int
+    stored: int
+    cut: bool
+
+
 class Mixture:
     """Open for reading. `stores`: run name -> Store, the run's own first. `boundaries`: those that all have. `dropped`: reason -> training samples."""
 
-    def __init__(self, stores: list[tuple[str, Store, float]]):
-        """(run name, store, weight) each. EyasError: a weight that is not above 0, a run named twice, states of another target or on another side of the final norm."""
+    def __init__(self, stores: list[tuple[str, Store, float]], limits: dict[str, int] | None = None):
+        """(run name, store, weight) each; `limits`: most samples of a split ("train", "heldout") of the run's own store, as extraction would choose them. EyasError: a weight that is not above 0, a run named twice, states of another target or on another side of the final norm."""
         own, first, _ = stores[0]
         self.stores, self.manifest = {name: store for name, store, _ in stores}, first.manifest
         self._by_prefix = {"" if name == own else name: store for name, store, _ in stores}
@@ -51,6 +60,12 @@ class Mixture:
         rows = pd.concat(frames, ignore_index=True)
         reasons = self._reasons(rows)
         self.dropped = {reason: sum(found == reason for found in reasons.values()) for reason in ("topic", "id", "prompt")}
+        self.limited: dict[str, Limited] = {}
+        for split, limit in (limits or {}).items():
+            planned = first.index.loc[first.index["split"] == split, "id"]  # in the order in which extraction chose them
+            left_out = set(planned[limit:])
+            self.limited[split] = Limited(limit, len(planned), bool(left_out))
+            rows = rows[~(rows["own"] & rows["id"].isin(left_out))]
         self._rows = rows[~rows["key"].isin(reasons.keys()) & ((rows["split"] == "train") | rows["own"])].drop(columns="own").reset_index(drop=True)
         self._categories = dict(zip(self._rows["key"], self._rows["category"]))
 
@@ -69,7 +84,7 @@ class Mixture:
             if not is_begun(config.store_dir_of(name)):
                 raise EyasError(f"mix names run {name!r}, which has no store", "runs that were extracted", f"python -m eyas extract -p run_name {name}")
             stores.append((name, Store.open(config.store_dir_of(name)), weight))
-        return cls(stores)
+        return cls(stores, {"train": config.train_samples, "heldout": config.heldout_samples})
 
     @property
     def identity(self) -> str:

@@ -34,7 +34,7 @@ import jinja2
 import numpy as np
 
 from eyas.errors import EyasError
-from eyas.files import data_dir, read_json, sha256_file, sha256_json, write_json, write_text
+from eyas.files import data_dir, read_json, set_aside, sha256_file, sha256_json, write_json, write_text
 from eyas.progress import Progress
 from eyas.serve import LIMITS, Server
 from eyas.target import Target, load_target
@@ -61,6 +61,9 @@ class Conversation:
     def questions(self) -> "Conversation":
         """The same conversation without the assistant's turns."""
         return Conversation(self.id, self.category, self.topic, self.split, tuple(m for m in self.messages if m["role"] != "assistant"))
+
+
+QUESTION_FIELDS = {field.name for field in dataclasses.fields(Conversation)}  # a file of other fields holds more than we write
 
 
 # ---- the prompt set: topics x phrasings
@@ -335,9 +338,11 @@ def _conversation(row, where: str) -> Conversation:
 def build_file(path: Path, seed: int, more: int = 0) -> str:
     """Write our own prompt set to `path`; returns one line about it. EyasError rather than overwrite responses."""
     path = Path(path)
-    if path.is_file() and any(m["role"] == "assistant" for c in load_prompts(path).conversations for m in c.messages):
-        raise EyasError(f"{path} holds responses already", "a path where nothing is lost", "python -m eyas prompts generate --profile demo   (makes them afresh)")
     conversations = build_prompts(seed, more)
+    if path.is_file() and (there := load_prompts(path).conversations) != conversations:
+        if any(m["role"] == "assistant" for c in there for m in c.messages):
+            raise EyasError(f"{path} holds responses already", "a path where nothing is lost", "python -m eyas prompts generate --profile demo   (makes them afresh)")
+        raise EyasError(f"{path} holds other conversations already", "a path where nothing is lost", "another --path")
     write_prompts(path, conversations)
     heldout = sum(c.split == "heldout" for c in conversations)
     return f"{path.name}: {len(conversations)} conversations, {heldout} of held-out topics, {len({c.category for c in conversations})} categories"
@@ -644,11 +649,29 @@ def generate_responses(url: str, target: Target, conversations: list[Conversatio
         if failures:
             raise EyasError(f"{len(failures)} of {len(asked)} conversations got no answer: " + "; ".join(failures[:5]), "an answer to each", "the same command again goes on with the missing ones")
         answered = [Conversation(c.id, c.category, c.topic, c.split, tuple(done[c.id]["messages"])) for c in asked]
+        _keep_earlier_answers(out_path, settings)
         write_prompts(out_path, answered)
         manifest = _manifest(out_path, answered, done, settings)
         write_json(out_path.with_suffix(".json"), manifest)
         partial.unlink()
     return manifest
+
+
+def _keep_earlier_answers(path: Path, settings: dict) -> None:
+    """Keep the conversations of `path` apart, unless they were generated with these very settings, or hold nothing but the questions."""
+    if not path.is_file():
+        return
+    manifest = path.with_suffix(".json")
+    try:
+        told = read_json(manifest) if manifest.is_file() else {}
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        questions_only = not any(set(row) - QUESTION_FIELDS or any(m["role"] == "assistant" for m in row["messages"]) for row in rows)
+    except (ValueError, KeyError, TypeError):
+        told, questions_only = {}, False
+    same = bool(told) and all(told.get(name) == value for name, value in settings.items())
+    if not (same or questions_only):
+        of = told.get("target", {}).get("name")
+        set_aside(path.parent, (path.name, manifest.name), f"the responses of {path.name} were " + (f"made by {of} with other settings" if of else "not made by this command"))
 
 
 def repeated_bigrams(ids: list[int]) -> tuple[int, int]:

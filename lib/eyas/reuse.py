@@ -161,7 +161,7 @@ def _mix(config: Config) -> str:
 
 def _drafter(config: Config) -> str:
     """The weights and their names, without the record of how they were made."""
-    path = config.judged.drafter_dir / "drafter.safetensors"
+    path = config.judged.drafter_dir / config.drafter_file
     if not path.is_file():
         return ABSENT
     with open(path, "rb") as file:

@@ -35,11 +35,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from eyas.acceptance import Prompt, position_counts, position_ratios
+from eyas.acceptance import Prompt, judged_file, keep_earlier, position_counts, position_ratios
 from eyas.config import Config
-from eyas.drafter import FILE, Drafter
+from eyas.drafter import Drafter
 from eyas.errors import EyasError
-from eyas.export import LAYER, OPTIONAL_KEYS, WRITTEN_FOR, export_sglang, unservable
+from eyas.export import LAYER, OPTIONAL_KEYS, WRITTEN_FOR, export_sglang, made_from, unservable
 from eyas.files import read_json, read_parquet, sha256_file, write_atomic, write_json
 from eyas.intervals import difference_interval, interval_text, ratio_interval
 from eyas.progress import Progress
@@ -50,6 +50,7 @@ from eyas.target import Target, load_target
 from eyas.walk import walk
 
 COMMAND = "python -m eyas serve-check"
+OF_THE_SERVER = ("served.json", "served.parquet")
 THROUGHPUT = "throughput.json"  # of the acceptance folder, by benchmarks/serving.py
 NAMES = {"num_steps": "speculative_num_steps", "topk": "speculative_eagle_topk", "draft_tokens": "speculative_num_draft_tokens"}  # of the server's draft settings in a profile
 LEGACY = {"midlayer.": LAYER, "aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}  # names that the loader reads as these
@@ -205,7 +206,7 @@ def check_or_reason(config: Config, target: Target, drafter: Drafter, prompts: l
     _, table = our_decoding(config, prompts)
     steps = range(1, config.speculative_num_steps + 1)
     record = {
-        "settings": {"drafter_run": config.judged.run_name, "eval_set": config.eval_set, "target": target.name, "target_fingerprint": target.fingerprint, "boundaries": list(drafter.config.boundaries)},
+        "settings": {**judged_file(config), "eval_set": config.eval_set, "target": target.name, "target_fingerprint": target.fingerprint, "boundaries": list(drafter.config.boundaries)},
         "not_served": {"reason": refused.found, "next": refused.next_command},
         "counts": {"prompts": len(table)},
         "decoded": {"acceptance_length": ratio_interval(table["accepted"] + table["verify_steps"], table["verify_steps"], config.seed).as_dict()},
@@ -214,6 +215,7 @@ def check_or_reason(config: Config, target: Target, drafter: Drafter, prompts: l
         "round_trip": {"served": None, "trained": list(drafter.config.boundaries), "ids": None, "equal": None},
         "causes": [{"cause": "a shape that SGLang can serve", "found": refused.found, "expected": refused.expected, "ok": False}],
     }  # fmt: skip
+    keep_earlier(config.acceptance_dir, OF_THE_SERVER, record)
     (config.acceptance_dir / "served.parquet").unlink(missing_ok=True)
     write_json(config.acceptance_dir / "served.json", record)
     return NotServed(record)
@@ -238,7 +240,7 @@ def check(config: Config, target: Target, drafter: Drafter, prompts: list[Prompt
         if config.serve_url:
             server = Server(config.serve_url.rstrip("/"))
         else:
-            folder = folder or export_sglang(drafter, target, config.judged.export_dir)
+            folder = folder or export_sglang(drafter, target, config.judged.export_dir, made_from=made_from(config.judged))
             server = up.enter_context(serving_up(serving, folder, config.server_dir / "drafting", tied=True))
         status = server.status()
         trip = round_trip(status, drafter)
@@ -261,6 +263,7 @@ def check(config: Config, target: Target, drafter: Drafter, prompts: list[Prompt
     record = summarise(config, target, drafter, status, trip, decoded, table)
     record["speed_ratio"], record["speed_prompts"] = rate, min(config.serve_timed_prompts, n) if rate else 0
     record["causes"] = causes(config, target, drafter, status, record, table)
+    keep_earlier(config.acceptance_dir, OF_THE_SERVER, record)
     write_atomic(config.acceptance_dir / "served.parquet", table.to_parquet)
     write_json(config.acceptance_dir / "served.json", record)
     return Served(record, table)
@@ -357,7 +360,7 @@ def summarise(config: Config, target: Target, drafter: Drafter, status: dict, tr
     compared = table["identical"].notna().all()
     return {
         "settings": {
-            "drafter_run": config.judged.run_name, "eval_set": config.eval_set, "target": target.name, "target_fingerprint": target.fingerprint,
+            **judged_file(config), "eval_set": config.eval_set, "target": target.name, "target_fingerprint": target.fingerprint,
             "boundaries": list(drafter.config.boundaries), "speculative_num_steps": config.speculative_num_steps, "speculative_eagle_topk": config.speculative_eagle_topk,
             "speculative_num_draft_tokens": config.verified_tok, "max_new_tok": config.decode_new_tok, "dtype": status["dtype"], "decoded_dtype": decoded["settings"]["dtype"],
             "sglang": status["sglang"], "device": status["device"], "overlap": status["overlap"], "parallel": config.concurrency, "seed": config.seed, "interval": "95 %, percentile bootstrap over prompts",
@@ -428,7 +431,7 @@ def causes(config: Config, target: Target, drafter: Drafter, status: dict, recor
     trained = read_json(manifest).get("template_hash") if manifest.is_file() else None
     now = template_hash(target.tokenizer())[:12] if trained else None
     look("chat template of the training data", trained and trained[:12], now)
-    file, record_file = config.judged.drafter_dir / FILE, config.acceptance_dir / "acceptance.json"
+    file, record_file = config.judged.drafter_dir / config.drafter_file, config.acceptance_dir / "acceptance.json"
     if file.is_file():
         older = record_file.stat().st_mtime < file.stat().st_mtime
         look("our decoding is of this drafter", "older than the drafter" if older else "after it was trained", "after it was trained")
@@ -548,7 +551,7 @@ def side_table(found: list[dict]) -> pd.DataFrame:
 
 def throughput_of(config: Config) -> dict:
     """What a throughput stands on, as throughput.json says it: the file of the drafter and the settings that decide the answers and their speed."""
-    path = config.judged.drafter_dir / FILE
+    path = config.judged.drafter_dir / config.drafter_file
     return {
         "drafter_run": config.judged.run_name, "drafter_sha256": sha256_file(path) if path.is_file() else None, "speculative_num_steps": config.speculative_num_steps,
         "speculative_eagle_topk": config.speculative_eagle_topk, "speculative_num_draft_tokens": config.verified_tok, "temperature": config.temperature, "device": config.device,

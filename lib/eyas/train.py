@@ -13,6 +13,7 @@ Files in the run's drafter folder, each whole or absent:
                           is all the state that the order needs
   best.safetensors        the drafter with the longest held-out acceptance so far (`eyas.walk` over the stored held-out states)
   drafter.safetensors     at the end: the last weights, or the best where `patience` ended the run early
+  imported.safetensors    the imported drafter that this training continued (`initial_weights drafter`), as it was
   metrics.parquet         tidy, COLUMNS, every few seconds;  tensorboard/: the same as event files
 Checkpoints and drafters carry their record: data and settings, parity certificate, code version.
 """
@@ -26,17 +27,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import pandas as pd
 import torch
 from torch import nn
 
 from eyas import ranks
-from eyas.boundaries import boundaries_of
+from eyas.boundaries import Boundaries, boundaries_of
 from eyas.certificate import need_certificate
 from eyas.config import Config
-from eyas.drafter import FILE, Drafter, DrafterConfig, initial_drafter, read_record, save_drafter
+from eyas.continuation import check_nothing_is_lost, keep_imported, only_one, read_start
+from eyas.drafter import BEST, FILE, IMPORTED, Drafter, DrafterConfig, initial_drafter, read_record, save_drafter
 from eyas.errors import EyasError
 from eyas.files import code_version, read_parquet, sha256_json, write_atomic
 from eyas.losses import get_loss
@@ -48,6 +50,7 @@ from eyas.ttt import Batch, Losses, Teacher, batch_loss, pack, slots_of, step_we
 from eyas.vocab import choose_vocab, count_tokens, coverage
 from eyas.walk import walk
 
+ALL = "all of the store"  # where a setting is no part of an identity: nothing is left out
 CLIP_NORM = 1.0
 SLOT_ROWS = 4  # what a draft step of an active slot takes is what so many packed rows do, about
 METRICS_S = 5.0  # how often the metrics are written anew
@@ -163,7 +166,11 @@ class Training:
         if made_for["fingerprint"] != target.fingerprint:
             raise EyasError(f"the store was made for another target: {made_for['name']} ({made_for['fingerprint'][:12]}...)", f"{target.name} ({target.fingerprint[:12]}...)",
                             "train with that target, or extract into another run: -p run_name NAME")
-        self.boundaries = boundaries_of(config, target.n_blocks)
+        self.start = read_start(config, target)
+        if self.start is None:
+            self.boundaries = boundaries_of(config, target.n_blocks)
+        else:
+            self.boundaries = Boundaries(self.start.drafter.config.boundaries, target.n_blocks)
         missing = sorted(set(self.boundaries.with_last) - set(self.data.boundaries))
         if missing:
             others = [b for b in self.data.boundaries if b != target.n_blocks]
@@ -181,9 +188,12 @@ class Training:
         self.parts = {"threads": self.threads, "pass_tok": config.pass_tok, "ranks": ranks.WORLD}  # what a step is cut into: other parts, other rounding
         self.dtype, self.loss, self.weights = getattr(torch, config.train_dtype), get_loss(config.loss), step_weights(config.draft_steps, config.step_decay)
         self.lengths, self.heldout = self.data.lengths("train") | self.data.lengths("heldout"), self.data.samples("heldout")
-        shape = DrafterConfig.from_target(target, self.boundaries.feeding, config.draft_vocab_size, config.fc_norm, config.norm_output)
         counts = count_tokens(self.data, list(rows["key"]))
-        vocab = choose_vocab(counts, config.draft_vocab_size)
+        if self.start is None:
+            shape = DrafterConfig.from_target(target, self.boundaries.feeding, config.draft_vocab_size, config.fc_norm, config.norm_output)
+            vocab = choose_vocab(counts, config.draft_vocab_size)
+        else:
+            shape, vocab = self.start.drafter.config, self.start.drafter.vocab
         self.coverage = {"train": coverage(vocab, counts), "heldout": coverage(vocab, count_tokens(self.data, self.heldout))}
         self.steps = plan(self.data.lengths("train"), config.epochs, config.batch_tok, config.seed, self.data.epoch_keys)
         settings = {name: getattr(config, name) for name in SETTINGS} | {"boundaries": list(self.boundaries.feeding)}
@@ -192,12 +202,22 @@ class Training:
             "store": self.data.identity,
             "settings": settings,
         }
+        for split, limited in self.data.limited.items():
+            if limited.cut:  # where nothing is left out the training is that of the whole store
+                self.identity["settings"][f"{split}_samples"] = limited.asked
         self.record = {
             "target": {"name": target.name, "fingerprint": target.fingerprint}, "store": self.identity["store"], "settings": self.identity["settings"],
             "parity": {name: sha256_json(record) for name, record in self.certificates.items()}, "code": code_version(),
             "coverage": {split: list(pair) for split, pair in self.coverage.items()},
         }  # fmt: skip
-        self.drafter = initial_drafter(shape, vocab, target, config.seed, config.initial_weights == "target", self._last_rms(list(rows["key"]))).to(self.device)
+        if self.start is None:
+            from_target = config.initial_weights == "target"
+            drafter = initial_drafter(shape, vocab, target, config.seed, from_target, self._last_rms(list(rows["key"])))
+        else:
+            drafter = self.start.drafter
+            self.identity["start"] = {"sha256": self.start.sha256}
+            self.record["continued_from"] = self.start.described()
+        self.drafter = drafter.to(self.device)
         self.model = ranks.wrap(Model(self.drafter), config.parallel, self.device)
         self.trained = {name: p for name, p in self.drafter.named_parameters() if p.requires_grad}
         self.shares = share(list(self.trained.values()), self.threads)
@@ -212,6 +232,7 @@ class Training:
         self.team: Team | None = None
         self._given: list[dict[torch.Tensor, torch.Tensor]] = []  # by process: its gradients of the weights that others change
         self._written_s, self._board = 0.0, None
+        self._lock: IO | None = None  # while this process writes into the drafter folder
 
     def _last_rms(self, keys: list[str]) -> float:
         """Root mean square of the states of the drafter's last boundary, over the supervised tokens of a few samples."""
@@ -477,19 +498,28 @@ class Training:
             for stale in self.config.drafter_dir.rglob(".*.tmp"):
                 stale.unlink(missing_ok=True)
         if not (found := self._checkpoints()):
+            check_nothing_is_lost(self.config, self.identity, self.start)
             return
         path = found[-1]
-        again = f"another run, e.g. -p run_name NAME, or remove {path.parent.parent.name}/ of run {self.config.run_name!r}"
+        with_it = ", and with it the imported drafter" if (self.config.drafter_dir / IMPORTED).is_file() else ""
+        again = f"another run, e.g. -p run_name NAME, or remove {path.parent.parent.name}/ of run {self.config.run_name!r}{with_it}"
         try:
             state = torch.load(path, weights_only=True)
             identity = state["identity"]
         except Exception as error:  # torch.load has no error of its own
             raise EyasError(f"the checkpoint {path.name} of run {self.config.run_name!r} can't be read ({type(error).__name__})", "a whole file",
                             f"remove it and go on from {found[-2].name}" if found[1:] else again) from None
-        for part, what in (("drafter", "drafter shape"), ("store", "store (its samples differ)"), ("settings", "training")):
-            if identity[part] != self.identity[part]:
-                was, now = identity[part], self.identity[part]
-                fields = "" if part == "store" else ": " + ", ".join(f"{k} {was.get(k)}, now {now[k]}" for k in now if was.get(k) != now[k])
+        parts = (
+            ("drafter", "drafter shape"),
+            ("store", "store (its samples differ)"),
+            ("settings", "training"),
+            ("start", "start (the drafter that it continues differs)"),
+        )
+        for part, what in parts:
+            was, now = identity.get(part), self.identity.get(part)
+            if was != now:
+                named = part in ("drafter", "settings")
+                fields = ": " + differences(was, now) if named else ""
                 raise EyasError(f"the checkpoint of run {self.config.run_name!r} is of another {what}{fields}", "the same", again)
         if state["record"]["code"] != self.record["code"] and ranks.RANK == 0:
             print(f"note: begun with code {state['record']['code']}, going on with {self.record['code']}")
@@ -510,6 +540,7 @@ class Training:
         if begun < len(self.steps) and not stopped:
             self.begin()
         if ranks.RANK == 0:
+            keep_imported(self.config, self.start)
             from tensorboardX import SummaryWriter
 
             self._board = SummaryWriter(str(self.config.drafter_dir / "tensorboard"), purge_step=self.step + 1)
@@ -544,8 +575,15 @@ class Training:
             length = self.rows[-1]["acceptance_length"] if self.rows else math.nan
             save_drafter(drafter, self.config.drafter_dir, self.record | {"steps": self.step, "heldout_acceptance_length": length})
 
+    def lock(self) -> None:
+        """Raise EyasError where another process trains the same drafter."""
+        if ranks.RANK == 0:
+            self._lock = only_one(self.config.drafter_dir)
+
     def close(self) -> None:
         self._ahead.shutdown(wait=True, cancel_futures=True)
+        if self._lock is not None:
+            self._lock.close()
         if self.team is not None:
             self.team.close()
 
@@ -563,23 +601,38 @@ class Silent:
         pass
 
 
+def differences(was: dict, now: dict) -> str:
+    """Return in words what differs between two identities."""
+    names = [name for name in {**now, **was} if was.get(name) != now.get(name)]
+    return ", ".join(f"{name} {was.get(name, ALL)}, now {now.get(name, ALL)}" for name in names)
+
+
 def train(config: Config, store, target: Target, on_step=None) -> Path:
     """Train the run's drafter, or go on where a checkpoint is; gives its folder. `on_step(dict of step, loss, tok)` is called after each optimiser step.
 
     EyasError: a store without a passing parity certificate (unless `without_parity`), without training samples, with an empty loss mask, without the
-    boundaries or of another target; a checkpoint of another drafter shape, store or settings; D larger than the vocabulary; a loss that is not finite or
-    jumps; a step without a supervised slot; no memory left.
+    boundaries or of another target; a checkpoint of another drafter shape, store or settings; a drafter in the run that this training would replace, an
+    imported one for instance; a start that does not fit the settings; D larger than the vocabulary; a loss that is not finite or jumps; a step without
+    a supervised slot; no memory left.
     """
     torch.set_flush_denormal(True)  # Adam's moments of rare tokens fade into denormal numbers
     torch.set_num_threads(1 if config.device == "cpu" and ranks.WORLD == 1 else config.threads)  # processes share a step, and no threads an operator, whose barriers wait for whatever else runs
     with freed_memory_kept(), ranks.group(torch.device(config.device)):
         training = Training(config, store, target)
         try:
+            training.lock()
             training.resume()
             if ranks.RANK == 0:
+                if training.start is not None:
+                    print(training.start)
                 for split, (covered, total) in training.coverage.items():
                     if total:
                         print(f"draft vocabulary: {config.draft_vocab_size:,} of {target.vocab_size:,} tokens cover {covered / total:.4f} of {total:,} supervised tokens ({split})")
+                for split, limited in training.data.limited.items():
+                    if limited.cut:
+                        print(f"{split}_samples {limited.asked:,}: the first of the store's {limited.stored:,} {split} samples, as extraction would choose them")
+                    elif limited.asked > limited.stored:
+                        print(f"{split}_samples {limited.asked:,}: the store was made with {limited.stored:,}")
                 for reason, n in training.data.dropped.items():
                     if n:
                         print(f"not trained on: {n:,} samples with the {reason} of a held-out one")
@@ -599,4 +652,24 @@ def summary(config: Config) -> str:
     judged = metrics.dropna(subset="acceptance_length").drop_duplicates("step")
     if len(judged):
         lines.append(f"held-out acceptance length by the offline walk, bonus token included: {judged['acceptance_length'].iloc[-1]:.3f} (best {judged['acceptance_length'].max():.3f})")
-    return "\n".join(lines)
+    return "\n".join([*lines, *filter(None, [weights_text(config)])])
+
+
+def weights_text(config: Config) -> str:
+    """Return in words which step's weights are used, with the held-out acceptance of the best and of the last; "" where none were judged.
+
+    `drafter_weights` decides: the drafter that is exported and judged is the one that this describes.
+    """
+    folder = config.drafter_dir
+    if not (folder / BEST).is_file() or not (folder / "metrics.parquet").is_file():
+        return ""
+    judged = read_parquet(folder / "metrics.parquet").dropna(subset="acceptance_length").drop_duplicates("step")
+    best, used = read_record(folder, BEST), read_record(folder, config.drafter_file)
+    if judged.empty or "steps" not in used:
+        return ""
+    last_step, last_length = int(judged["step"].iloc[-1]), float(judged["acceptance_length"].iloc[-1])
+    best_step, best_length = best["steps"], best["heldout_acceptance_length"]
+    names = [name for name, step in (("best", best_step), ("last", last_step)) if used["steps"] == step]
+    text = f"held-out acceptance length: best at step {best_step} ({best_length:.3f}), last at step {last_step} ({last_length:.3f}); "
+    text += f"this drafter is the {' and the '.join(names)}" if names else f"this drafter is that of step {used['steps']}"
+    return text + ("; the best: -p drafter_weights best" if "best" not in names else "")

@@ -24,7 +24,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from eyas.acceptance import DRAFTER, SAMPLED, Acceptance, Prompt, position_counts, position_ratios
+from eyas.acceptance import DRAFTER, SAMPLED, Acceptance, Prompt, judged_file, keep_earlier, position_counts, position_ratios
 from eyas.boundaries import Boundaries
 from eyas.config import Config
 from eyas.decode import TargetStream, load_model, response_start
@@ -220,7 +220,7 @@ def run_walk(config: Config, drafter: Drafter, store) -> dict:
         return {"samples": len(table), **{name: table[name].sum().item() for name in table.columns if name not in ("id", "category")}}
 
     record = {
-        "settings": {"speculative_num_steps": config.speculative_num_steps, "temperature": temperature, "seed": config.seed, "interval": "95 %, percentile bootstrap over samples"},
+        "settings": {**judged_file(config), "speculative_num_steps": config.speculative_num_steps, "temperature": temperature, "seed": config.seed, "interval": "95 %, percentile bootstrap over samples"},
         "counts": total(table),
         **lengths(table),
         "by_position": position_ratios(table, config),
@@ -231,6 +231,7 @@ def run_walk(config: Config, drafter: Drafter, store) -> dict:
             "by_position": [{"position": i, "conditional": interval(sampled[f"accepted_{i}"], sampled[f"reached_{i}"])} for i in range(1, config.speculative_num_steps + 1)],
         },
     }  # fmt: skip
+    keep_earlier(config.acceptance_dir, ("walk.json",), record)
     write_json(config.acceptance_dir / "walk.json", record)
     return record
 
