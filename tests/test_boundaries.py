@@ -34,7 +34,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture
 def said(data, capsys):
-    """Return a function that runs one command line and gives its exit code and all that it prints."""
+    """Return a function that runs one command line and gives its exit code and its output."""
 
     def run(*words) -> tuple[int, str]:
         capsys.readouterr()
@@ -43,6 +43,21 @@ def said(data, capsys):
         return code, printed.out + printed.err
 
     return run
+
+
+def small_run(target: Path, prompts: Path, url: str, run_name: str) -> list:
+    """Return the settings of a run that extracts ten samples and trains on them for a moment."""
+    settings = {
+        "target": target,
+        "prompt_set": prompts,
+        "server_url": url,
+        "run_name": run_name,
+        "threads": 1,
+        "without_parity": True,
+        "draft_vocab_size": 40,
+        "epochs": 1.0,
+    }
+    return [word for name, value in settings.items() for word in ("-p", name, value)]
 
 
 def captured(command: str) -> list[int]:
@@ -107,8 +122,7 @@ def test_extraction_and_training_take_the_same_and_record_what_they_are(said, da
     target = load_target(str(folders[36]))
     server = FaultyServer(target, tuple(range(37)), tmp_path / "spool")
     prompts = write_prompts(tmp_path / "prompts.jsonl", 8, 2)
-    common = ["-p", "target", folders[36], "-p", "prompt_set", prompts, "-p", "server_url", server.url, "-p", "run_name", "own", "-p", "threads", "1",
-              "-p", "without_parity", "true", "-p", "draft_vocab_size", "40", "-p", "epochs", "1.0"]  # fmt: skip
+    common = small_run(folders[36], prompts, server.url, "own")
     code, text = said("extract", *common)
     assert code == 0, text
     store = Store.open(data / "runs" / "own" / "store")
@@ -139,8 +153,7 @@ def test_extraction_and_training_take_the_same_and_record_what_they_are(said, da
 def test_a_store_of_other_boundaries_is_refused_with_those_that_it_has(said, folders, tmp_path):
     server = FaultyServer(load_target(str(folders[28])), tuple(range(29)), tmp_path / "spool")
     prompts = write_prompts(tmp_path / "prompts.jsonl", 8, 2)
-    common = ["-p", "target", folders[28], "-p", "prompt_set", prompts, "-p", "server_url", server.url, "-p", "run_name", "named", "-p", "threads", "1",
-              "-p", "without_parity", "true", "-p", "draft_vocab_size", "40", "-p", "epochs", "1.0"]  # fmt: skip
+    common = small_run(folders[28], prompts, server.url, "named")
     assert said("extract", *common, "-p", "boundaries", "[3, 14]")[0] == 0
     code, text = said("train", *common)
     assert code == 2 and "the store has boundaries [3, 14, 28], not [2, 25]" in text and "-p boundaries '[3, 14]'" in text

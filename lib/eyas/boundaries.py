@@ -1,6 +1,6 @@
 """The boundaries of a run: those that feed the drafter, and those that its store holds.
 
-- `boundaries_of` makes a `Boundaries` from a run's settings. A profile that names no boundaries gets
+- `boundaries_of` makes a `Boundaries` from a run's settings. A profile that names none gets
   the target's own: 2, N//2, N-3.
 - `tensor_name` is the name of a boundary's states in a shard and in a file of the capture plugin.
 
@@ -70,7 +70,8 @@ def default_boundaries(n_blocks: int) -> tuple[int, int, int]:
     if n_blocks < MIN_BLOCKS:
         shown = ", ".join(map(str, triple))
         raise EyasError(
-            f"the target has {n_blocks} blocks: the default boundaries 2, N//2, N-3 would be {shown}",
+            f"the target has {n_blocks} blocks: "
+            f"the default boundaries 2, N//2, N-3 would be {shown}",
             f"{MIN_BLOCKS} or more blocks, or boundaries of your own",
             _retry(n_blocks),
         )
