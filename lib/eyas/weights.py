@@ -1,10 +1,13 @@
-"""Compare the weights of a model folder with those that its config.json asks for, before anything is computed from them.
+"""Compare the weights of a model folder with those that its config.json asks for.
 
-- transformers builds the model without memory for it (on the "meta" device) and its own loader takes the names and
-  shapes of the safetensors headers. So renamed weights, fused experts, tied heads, and layers that only serve
-  multi-token prediction are understood as that library understands them. No weight is read.
-- A quantised weight counts as one weight, whose parts (`weight_packed`, `weight_scale`, ...) must all exist.
-- Of a model that also sees or hears, only the language model and its head are compared: states come from these.
+- transformers builds the model without memory for it (on the "meta" device), and its own loader
+  takes the names and shapes of the safetensors headers. So renamed weights, fused experts, tied
+  heads, and layers that only serve multi-token prediction are understood as that library
+  understands them. No weight is read.
+- A quantised weight counts as one weight, whose parts (`weight_packed`, `weight_scale`, ...) must
+  all exist.
+- Of a model that also sees or hears, only the language model and its head are compared: the
+  hidden states come from these.
 - Where transformers has no class for the model, `not_made` says so.
 """
 
@@ -22,8 +25,18 @@ from eyas.errors import EyasError
 
 Header = tuple[tuple[int, ...], str]  # shape and dtype, as safetensors writes them
 
-QUANTISED = ("compressed-tensors", "fp8", "gptq", "awq", "mxfp4", "modelopt", "modelopt_fp4", "w8a8_int8", "w8a8_fp8",
-             "bitsandbytes")  # fmt: skip
+QUANTISED = (
+    "compressed-tensors",
+    "fp8",
+    "gptq",
+    "awq",
+    "mxfp4",
+    "modelopt",
+    "modelopt_fp4",
+    "w8a8_int8",
+    "w8a8_fp8",
+    "bitsandbytes",
+)
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 UNPACKED_DTYPES = ("F8_E4M3", "F8_E5M2", "I8")  # one code for each value: the shape is the weight's
 CODES = re.compile(r"(?:\.weight_packed|\.qweight|_blocks|\.weight)$")
@@ -36,7 +49,7 @@ COMPANION = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The result of a comparison. All is well where `missing`, `misshaped` and `misplaced` are empty.
+    """The result of a comparison: all is well where `faults` is empty.
 
     `misshaped` and `misplaced` are sentences; `tied` is None where no model could be built.
     """
@@ -57,11 +70,13 @@ class Comparison:
         sentences = []
         if self.missing:
             sentences.append(
-                f"{_weights(len(self.missing))} that config.json asks for {_are(self.missing)} missing: {few(self.missing)}"
+                f"{_weights(len(self.missing))} that config.json asks for "
+                f"{_are(self.missing)} missing: {few(self.missing)}"
             )
         if self.misshaped:
             sentences.append(
-                f"{_weights(len(self.misshaped))} of another shape than config.json asks for: {few(self.misshaped)}"
+                f"{_weights(len(self.misshaped))} of another shape than config.json asks for: "
+                f"{few(self.misshaped)}"
             )
         if self.misplaced:
             sentences.append(f"model.safetensors.index.json is wrong: {few(self.misplaced)}")
@@ -71,23 +86,31 @@ class Comparison:
     def expected(self) -> str:
         head = any(name.endswith("lm_head.weight") for name in self.missing)
         why = (
-            " (tie_word_embeddings is false in config.json, or by default, so the head is a weight of its own)"
+            " (tie_word_embeddings is false in config.json, or by default, "
+            "so the head is a weight of its own)"
             if head
             else ""
         )
-        return f"every weight of {self.model or 'the model'}, in its shape, in the folder's safetensors files{why}"
+        model = self.model or "the model"
+        return f"every weight of {model}, in its shape, in the folder's safetensors files{why}"
 
     def check(self, folder: Path) -> None:
-        """Raise EyasError if a weight is missing, has another shape or is not where the index says."""
+        """Raise EyasError if there is a fault."""
         if self.faults:
             raise EyasError(f"{folder.name}: {'; '.join(self.faults)}", self.expected, COPY_COMMAND)
 
 
-COPY_COMMAND = "copy the model's folder again, config.json and all safetensors files, then python -m eyas doctor --target FOLDER"
+COPY_COMMAND = (
+    "copy the model's folder again, config.json and all safetensors files, "
+    "then python -m eyas doctor --target FOLDER"
+)
 
 
 def compare(folder: Path, config: dict, trust_remote_code: bool = False) -> Comparison:
-    """Compare the names and shapes in a folder's safetensors files with those of its model. EyasError for a torn file."""
+    """Compare the names and shapes in a folder's safetensors files with those of its model.
+
+    Raise EyasError if a file is torn.
+    """
     headers, misplaced, twice = read_headers(folder)
     if _outside(misplaced):
         return Comparison(misplaced=misplaced)
@@ -117,7 +140,7 @@ def compare(folder: Path, config: dict, trust_remote_code: bool = False) -> Comp
 
 
 def read_headers(folder: Path) -> tuple[dict[str, Header], tuple[str, ...], tuple[str, ...]]:
-    """Return the header of each weight, what is wrong with the index, and the names that several files hold."""
+    """Return each weight's header, the faults of the index, and names that several files hold."""
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
@@ -173,7 +196,7 @@ def quantisation(config: dict) -> str:
 
 
 def empty_model(folder: Path, config: dict, trust_remote_code: bool):
-    """Return the model of a config.json without memory for its weights, unquantised, or why there is none, in words."""
+    """Return the unquantised model of a config.json on the meta device, or why there is none."""
     import torch
     import transformers
     from transformers.initialization import no_init_weights
@@ -185,7 +208,10 @@ def empty_model(folder: Path, config: dict, trust_remote_code: bool):
     if cls is None and not config.get("auto_map"):
         return f"transformers {transformers.__version__} has no {name}"
     if cls is None and not trust_remote_code:
-        return f"{name} is Python in the model's folder, which does not run without -p trust_remote_code true"
+        return (
+            f"{name} is Python in the model's folder, "
+            "which does not run without -p trust_remote_code true"
+        )
     with torch.device("meta"), no_init_weights():
         if cls is not None:
             return cls(_dense(cls.config_class.from_dict(copy.deepcopy(config))))
@@ -194,7 +220,10 @@ def empty_model(folder: Path, config: dict, trust_remote_code: bool):
 
 
 def _class_by_type(model_type: str | None):
-    """Return transformers' class for a `model_type` whose architecture it calls otherwise, the whole model before its text alone."""
+    """Return transformers' class for a `model_type` whose architecture has another name there.
+
+    The whole model comes before its text model alone.
+    """
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -211,7 +240,7 @@ def _class_by_type(model_type: str | None):
 
 
 def _dense(settings):
-    """Drop the quantisation, and name the family as its class does: conversions of names are found by that."""
+    """Drop the quantisation, and name the family as its class does (it selects conversions)."""
     for part in (settings, settings.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
@@ -251,9 +280,13 @@ def _judge(model, headers: dict[str, Header], quantised: bool) -> Comparison:
         if target not in names.meta and target in info.unexpected_keys
     ]
     return Comparison(
-        model=type(model).__name__, missing=(*missing, *parts_missing), misshaped=misshaped, unused=tuple(unused), tied=_head_tied(model, tied),
+        model=type(model).__name__,
+        missing=(*missing, *parts_missing),
+        misshaped=misshaped,
+        unused=tuple(unused),
+        tied=_head_tied(model, tied),
         not_made=f"transformers could not convert {few(unclear)}" if unclear else "",
-    )  # fmt: skip
+    )
 
 
 def _head_tied(model, tied: dict[str, str]) -> bool:
@@ -283,7 +316,7 @@ class Names:
         self._wanted: dict[str, dict[str, tuple[int, ...]]] | None = None
 
     def target(self, name: str) -> tuple[str, str | None]:
-        """Return the model's weight that a weight in a file becomes, and the pattern of a conversion that it is a part of."""
+        """Return the model's weight that a name becomes, and the pattern of its conversion."""
         from transformers.core_model_loading import rename_source_key
 
         prefix = self.model.base_model_prefix
@@ -296,7 +329,7 @@ class Names:
 
     @property
     def wanted(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Return, for each of the model's weights, the names and shapes under which transformers would save it."""
+        """Return the names and shapes under which transformers would save each weight."""
         from transformers.core_model_loading import revert_weight_conversion
 
         if self._wanted is None:
@@ -362,7 +395,7 @@ class Names:
         placed: dict[str, tuple[str, str | None]],
         failed: set[str],
     ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-        """Return the missing names, sentences about wrong shapes, and the weights of the model that neither explains."""
+        """Return missing names, sentences about wrong shapes, and weights that neither explains."""
         missing, misshaped, unclear = [], [], []
         if not bad:
             return (), (), ()
@@ -388,7 +421,10 @@ class Names:
         return tuple(missing), tuple(misshaped), tuple(unclear)
 
     def namer(self, present: dict[str, dict]) -> Callable[[str], str]:
-        """Return a function that writes a name of transformers' as these files would: like another block's, or with their prefix."""
+        """Return a function that turns a name of transformers into the files' own style.
+
+        The style is that of another block's weight, or else the usual prefix.
+        """
         alike = {}
         prefixes = collections.Counter()
         for target, held in present.items():
@@ -411,7 +447,7 @@ class Names:
         return as_here
 
     def of_text(self) -> Callable[[str], bool]:
-        """Return whether a weight belongs to the language model and its head, where the model has other parts too."""
+        """Return a function that tells whether a weight is of the language model or its head."""
         model = self.model
         parts = [model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings()]
         prefixes = tuple(
@@ -425,7 +461,7 @@ class Names:
 
 
 def _key(name: str, pattern: str | None) -> tuple:
-    """Return what tells the sources of one weight apart: pattern and numbers, among them the expert's."""
+    """Return what tells the sources of one weight apart: its pattern and numbers."""
     return pattern, tuple(re.findall(r"\d+", name))
 
 
@@ -460,7 +496,7 @@ def few(names: tuple[str, ...]) -> str:
 
 @contextlib.contextmanager
 def _quiet():
-    """Keep transformers from logging and drawing bars: its remarks are about a model that computes."""
+    """Keep transformers from logging and drawing bars: nothing is computed here."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
