@@ -65,7 +65,7 @@ LONG = {  # commands of `bash long` blocks, and `make`: why they are not run, an
     f"python -m eyas {command.replace('MINE', '--profile my.yaml -p run_name my-layers')}": "a server and fifty trainings; tests/test_sweep.py runs a small sweep"
     for command in (
         "server up MINE -p extra_boundaries all", "extract MINE -p extra_boundaries all", "parity MINE -p extra_boundaries all", "server down MINE",
-        "sweep MINE -p extra_boundaries all -p epochs 1.0", "report MINE -p extra_boundaries all -p epochs 1.0 -p notebooks 06",
+        "sweep MINE -p epochs 1.0", "report MINE -p extra_boundaries all -p epochs 1.0 -p notebooks 06",
     )
 }  # fmt: skip
 NOT_RUN = {  # commands that pages name and no page runs: what does

@@ -500,7 +500,9 @@ def test_commands(data, target, store, tmp_path, capsys):
     assert main(["store", "export", "--to", "speculators-v1", "--out", str(tmp_path / "out"), "-p", "run_name", "own", *common]) == 0
     assert "25 samples" in capsys.readouterr().out
     arguments = ["store", "import", "--from", "speculators-v1", str(tmp_path / "out"), "-p", "run_name", "new", *common]
-    assert main(arguments) == 0 and "last states pre-norm" in capsys.readouterr().out
+    assert main(arguments) == 0 and "last states pre-norm" in (said := capsys.readouterr().out) and "leave some of them out" not in said
+    assert main([*arguments, "-p", "train_samples", "20"]) == 0  # a training takes as many as the settings say, and the import took all
+    assert "all of them: python -m eyas train -p train_samples 23 -p heldout_samples 2" in capsys.readouterr().out
     assert main(["verify", "-p", "run_name", "new", *common]) == 0
     assert main(["store", "import", "--from", "specforge", str(tmp_path / "out"), "-p", "run_name", "newer", *common]) == 2
     assert "holds no file of specforge" in capsys.readouterr().err

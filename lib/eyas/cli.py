@@ -273,6 +273,12 @@ def _store_import(args) -> int:
     config = _config(args)
     imported = import_store(config, target_of(config), args.format, args.source, args.norm, args.heldout_every)
     print(imported)
+    stored = {split: len(imported.store.samples(split)) for split in ("train", "heldout")}
+    if stored["train"] > config.train_samples or stored["heldout"] > config.heldout_samples:
+        print(
+            f"train_samples {config.train_samples:,} and heldout_samples {config.heldout_samples:,} leave some of them out of a training; "
+            f"all of them: python -m eyas train -p train_samples {stored['train']} -p heldout_samples {stored['heldout']}"
+        )
     return 1 if imported.failed else 0
 
 

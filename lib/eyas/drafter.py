@@ -9,7 +9,7 @@ Slot j stands for position j of a text: it takes the target's hidden state j and
 
 `out` before the norm is what is fed back as the hidden state of the next drafted slot, after the norm with `norm_output`; with `fc_norm` each
 boundary has an RMSNorm of its own before fc (both as SGLang names them). The embedding is the target's and stays frozen.
-Drafters that others trained may have more (`ImportedConfig`); they are judged here, not trained.
+Drafters that others trained may have more (`ImportedConfig`): these parts are judged here, and only an embedding of its own is trained with.
 The names of the weights are SGLang's. Axes: n slots, B boundaries, H hidden size, V target vocabulary, D draft vocabulary.
 """
 
@@ -84,7 +84,7 @@ class DrafterConfig:
 
 @dataclass(frozen=True)
 class ImportedConfig(DrafterConfig):
-    """The shape of a drafter that others trained, with the parts that SGLang or speculators have and our training does not."""
+    """The shape of a drafter that others trained, with the parts that SGLang or speculators have and our training does not start with."""
 
     norm_before_fc: bool = False  # one RMSNorm over all boundaries together before fc (SGLang, speculators)
     norm_before_residual: bool = False  # the residual stream starts at the normed hidden state (speculators, vLLM)

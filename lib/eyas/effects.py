@@ -49,7 +49,7 @@ READS: dict[str, Names] = {
     "extract": EXTRACT,
     "verify": EXTRACT,  # --repair extracts again
     "store export": RUN | _names("boundaries"),
-    "store import": RUN | TARGET | _names("boundaries shard_mib store_fp8"),
+    "store import": RUN | TARGET | _names("boundaries shard_mib store_fp8 train_samples heldout_samples"),
     "parity": SERVER | STORED | FIND | ANSWERED | _names("parity_samples max_length"),
     "train": TRAIN,
     "sweep": (TRAIN - _names("member boundaries"))
