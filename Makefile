@@ -8,11 +8,12 @@ P = demo
 # Notebooks run on the venv's own kernel, whatever lies in the user's home.
 export JUPYTER_PREFER_ENV_PATH = 1
 
-.PHONY: help demo report test test-slow lab doctor clean
+.PHONY: help demo report lint test test-slow lab doctor clean
 
 help:
 	@echo "make demo            the whole road at demo size; opens with reports/index.html (20 minutes on 2 cores, set-up included)"
 	@echo "make report P=smoke  the same with another profile of notebooks/profiles; what is up to date is not run again (A=--all, A='--from 04': it is)"
+	@echo "make lint            style and imports: the first part of make test"
 	@echo "make test            all tests, a real server among them"
 	@echo "make test-slow       the whole crash matrix, with real servers that are killed (15 minutes)"
 	@echo "make lab             JupyterLab on the notebooks"
@@ -25,8 +26,14 @@ demo: .venv/.ready
 report: .venv/.ready
 	.venv/bin/python -m eyas report --profile $(P) $(A)
 
-test: .venv/.ready
+test: .venv/.ready lint
 	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Through python, not by the scripts of .venv/bin: these name the folder that .venv was made in.
+lint: .venv/.ready
+	.venv/bin/python -m ruff check
+	.venv/bin/python -m ruff format --check
+	.venv/bin/python -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 test-slow: .venv/.ready
 	.venv/bin/python -m pytest -m slow
@@ -60,5 +67,5 @@ OR_SAY = || { echo "eyas: the packages could not be installed, see above; expect
 	@echo "$(CURDIR)" > $@
 
 clean:
-	rm -rf .venv .pytest_cache lib/*.egg-info patches/*/*.egg-info
+	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache lib/*.egg-info patches/*/*.egg-info
 	find lib tests notebooks patches -name __pycache__ -prune -exec rm -rf {} +

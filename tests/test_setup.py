@@ -152,6 +152,7 @@ def make(folder: Path, *arguments: str, version_is_wrong: int = 0) -> tuple[int,
 
 
 TEST = "-m pytest -n 2 --dist loadfile --no-loadscope-reorder"
+LINT = ["-m ruff check", "-m ruff format --check", "-c from importlinter.cli import lint_imports_command; lint_imports_command()"]
 INSTALL = ["-m pip install -qq --no-deps -r requirements/cpu.txt", "-m pip install -qq --no-deps --no-build-isolation -e . -e patches/capture -e patches/cpu"]
 
 
@@ -159,7 +160,7 @@ def test_make_sets_up_once_completes_a_half_made_venv_and_follows_the_lock(copy)
     code, called, _ = make(copy, "demo")
     assert code == 0 and called == ["-m venv --clear .venv", *INSTALL, "-m eyas report --profile demo"]
     code, called, _ = make(copy, "test")
-    assert code == 0 and called == [TEST]
+    assert code == 0 and called == [*LINT, TEST]
     code, called, _ = make(copy, "report", "P=smoke")
     assert code == 0 and called == ["-m eyas report --profile smoke"]
 
@@ -184,8 +185,8 @@ def test_make_sets_up_a_copied_venv_again(copy, tmp_path_factory):
     moved = tmp_path_factory.mktemp("moved") / "copy"
     shutil.copytree(copy, moved)
     code, called, _ = make(moved, "test")
-    assert code == 0 and called == ["-m pip --version", *INSTALL, TEST]
-    assert make(moved, "test")[1] == make(copy, "test")[1] == [TEST]
+    assert code == 0 and called == ["-m pip --version", *INSTALL, *LINT, TEST]
+    assert make(moved, "test")[1] == make(copy, "test")[1] == [*LINT, TEST]
 
 
 def test_make_without_python_3_11_says_so(copy):
