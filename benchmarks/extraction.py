@@ -22,7 +22,6 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import psutil
 import torch
 
 from eyas.boundaries import boundaries_of

@@ -81,7 +81,7 @@ def converted(path: Path, config: DrafterConfig, vocab: DraftVocab, norms: bool,
             if s:
                 out = drafter.extend(ids[slot + 1 + s : slot + 2 + s], drafter.feed_back(out), cache)
             apart = max(apart, float((drafter.logits(out)[0] - theirs[s, slot]).abs().max() / theirs[s, slot].abs().max()))
-    if not (torch.equal(d2t, vocab.d2t) and len(slots) and apart < TOLERANCE):
+    if not (torch.equal(d2t, vocab.d2t) and slots and apart < TOLERANCE):
         raise EyasError(f"the converted drafter's logits are {apart:.1e} from the peer's own", f"less than {TOLERANCE:.0e}", "compare `converted` with the peer's model file")
     return drafter, apart
 

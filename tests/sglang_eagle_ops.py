@@ -108,7 +108,10 @@ def sampled(draws: int = 4000) -> dict:
     probs = torch.tensor([0.9, 2.0, 1.2, 0.4, 1.7]).repeat(6, 1).log().add(torch.randn(6, 5)).softmax(-1)
     child, sibling = torch.tensor([1, 3, -1, 5, -1, -1]), torch.tensor([-1, 2, -1, 4, -1, -1])
     tokens = torch.tensor([0, 2, 4, 1, 0, 3])
-    many = lambda x: x.expand(draws, *x.shape)
+
+    def many(x):
+        return x.expand(draws, *x.shape)
+
     predict, index, accepted = torch.zeros(draws * 6, dtype=torch.int32), torch.full((draws, 4), -1, dtype=torch.int32), torch.empty(draws, dtype=torch.int32)
     eagle.verify_sampled(predict, index, accepted, many(tokens), torch.arange(draws * 6).view(draws, 6), many(child), many(sibling), torch.rand(draws, 6), torch.rand(draws), many(probs), None)
     first = predict.view(draws, 6)[:, 0].long()

@@ -258,7 +258,14 @@ def test_a_clock_that_goes_backwards_changes_nothing(job, serve, undisturbed, pr
 
 def test_a_second_client_is_refused_while_the_first_one_runs(job, serve, undisturbed, prompts, target):
     holding, go = threading.Event(), threading.Event()
-    server = serve(lambda n: (holding.set(), go.wait(30)) and "" if n == 5 else "")
+
+    def hold(n):
+        if n == 5:
+            holding.set()
+            go.wait(30)
+        return ""
+
+    server = serve(hold)
     config, run = job("disturbed", server)
     first = threading.Thread(target=run)
     first.start()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import List, Optional
+from typing import List, Optional  # noqa: UP035  (SGLang's source names it)
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def find_method(file: str, owner: str, name: str = SETTER) -> ast.FunctionDef | 
 def sglang_method(architecture: str):
     """`set_eagle3_layers_to_capture` of the class that SGLang serves an architecture with, compiled alone."""
     parallel = SimpleNamespace(pp_group=SimpleNamespace(is_last_rank=True))
-    names = {"Optional": Optional, "List": List, "get_parallel": lambda: parallel}
+    names = {"Optional": Optional, "List": List, "get_parallel": lambda: parallel}  # noqa: UP006
     exec(compile(ast.Module([find_method(sglang_classes()[1][architecture], architecture)], []), architecture, "exec"), names)
     return names[SETTER]
 

@@ -1,12 +1,10 @@
 """Other projects' files against Hugging Face's own states, against `datasets`, and, where they are installed, against their own readers."""
 
 import gzip
-import json
 import os
 import pickle
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np

@@ -376,8 +376,8 @@ def test_states_of_a_fine_tuned_twin(case, dtype, tmp_path):
     for id, sample in case.samples.items():
         rounded = twin(sample["input_ids"], case.evidence[id].served.top_ids).rounded
         samples[id] = {**sample, "states": {b: as_stored(rounded[b], dtype) for b in case.store.boundaries}}
-    for id in samples:  # any one of them is enough
-        tests = case.examine({id: samples[id]}, dtype=dtype)
+    for id, sample in samples.items():  # any one of them is enough
+        tests = case.examine({id: sample}, dtype=dtype)
         assert tests["boundary"].ok is False, tests["boundary"].detail
     own = {id: {**s, "states": {b: as_stored(case.evidence[id].reference.rounded[b], dtype) for b in case.store.boundaries}} for id, s in case.samples.items()}
     assert case.examine(own, dtype=dtype)["boundary"].ok, "the same with the weights unchanged"

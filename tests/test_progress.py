@@ -28,7 +28,7 @@ def test_texts():
 def test_line(clock):
     """Ten seconds in: 40 of 100 done, one of them failed; the bytes are the sum of all calls, not the last one's."""
     progress = Progress(100)
-    for i in range(39):
+    for _ in range(39):
         progress.update(samples=1, tok=50, bytes=2**20)
     progress.update(errors=1, note="loss 3.1")
     clock[0] += 10

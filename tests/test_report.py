@@ -350,7 +350,7 @@ def test_stopped_and_killed(tmp_path):
         mark.unlink(missing_ok=True)
         with open(said, "w") as out:
             process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT / "lib")}, stdout=out, preexec_fn=_as_from_a_terminal)
-        until(lambda: mark.exists(), 300)
+        until(mark.exists, 300)
         started = [int(pid) for pid in mark.read_text().split()]
         for where in (reports, tmp_path / "elsewhere"):
             with pytest.raises(EyasError, match=f"'tiny' is going on .process {process.pid}"):

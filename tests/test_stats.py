@@ -184,8 +184,8 @@ def test_cka_is_the_unbiased_statistic():
     sets = [rows(7, 3), rows(7, 2, 1) ** 3]
     grams = [(s @ s.T).numpy() for s in sets]
 
-    def hsic(k, l):
-        return np.mean([k[i, j] * (l[i, j] + l[q, r] - 2 * l[i, q]) for i, j, q, r in itertools.permutations(range(7), 4)])
+    def hsic(k, m):
+        return np.mean([k[i, j] * (m[i, j] + m[q, r] - 2 * m[i, q]) for i, j, q, r in itertools.permutations(range(7), 4)])
 
     expected = hsic(*grams) / math.sqrt(hsic(grams[0], grams[0]) * hsic(grams[1], grams[1]))
     assert stats.cka(sets)[0, 1] == pytest.approx(expected) == pytest.approx(stats.cka(sets)[1, 0])

@@ -71,7 +71,7 @@ def test_shortlist_has_no_neighbours_while_there_are_others():
     assert shortlist([(b,) for b in range(10)], guide, 3) == [(9,), (7,), (5,)]
     assert shortlist([(8,), (9,)], guide, 3) == [(9,), (8,)]
     pairs = [tuple(sorted({4, b})) for b in range(10) if b != 4]
-    assert shortlist(pairs, lambda pair: sum(pair), 2) == [(4, 9), (4, 7)]
+    assert shortlist(pairs, sum, 2) == [(4, 9), (4, 7)]
 
 
 def test_named_choices():

@@ -1,6 +1,5 @@
 """Training against a slow and obvious float64 reference, and what a run promises: repeatable, resumable, refusing what does not fit."""
 
-import dataclasses
 import errno
 import hashlib
 import json
@@ -666,9 +665,10 @@ def test_memory_for_other_processes_that_is_not_there(data, store, target, monke
     (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False), (ValueError("memory"), False), (EyasError("memory"), False),
 ])  # fmt: skip
 def test_which_errors_are_taken_for_memory(error, is_memory):
-    with pytest.raises(EyasError if is_memory else type(error), match="found; expected less; next: lower it" if is_memory else re.escape(str(error))):
-        with eyas.train.memory("found", "less", "lower it"):
-            raise error
+    raised = EyasError if is_memory else type(error)
+    words = "found; expected less; next: lower it" if is_memory else re.escape(str(error))
+    with pytest.raises(raised, match=words), eyas.train.memory("found", "less", "lower it"):
+        raise error
 
 
 def test_held_out_samples_are_judged_by_pass_tok(data, target, tmp_path):

@@ -188,7 +188,7 @@ class Config:
         need(self.max_prefill_tok == 0 or self.max_prefill_tok >= self.max_length, "max_prefill_tok", f"0, or at least max_length ({self.max_length}): a sample's rows come in one pass")
         need(self.max_length <= self.context_tok, "max_length", f"at most context_tok ({self.context_tok})")
         need(not self.chat_template_kwargs or _template_variables(self.chat_template_kwargs), "chat_template_kwargs", "a JSON object of the template's variables such as '{\"enable_thinking\": false}'")
-        self.verified_tok
+        _ = self.verified_tok  # refuses by itself
 
     @property
     def verified_tok(self) -> int:

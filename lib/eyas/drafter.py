@@ -328,10 +328,10 @@ def load_drafter(folder: Path, target: Target, name: str = FILE) -> Drafter:
     drafter = Drafter(config, DraftVocab(weights.pop("vocab.ids"), config.vocab_size))
     if not config.own_embedding:
         weights["embed_tokens.weight"] = target.embedding().float()
-    for name, tensor in drafter.state_dict().items():
-        if name not in weights or weights[name].shape != tensor.shape:
-            found = f"of shape {list(weights[name].shape)}" if name in weights else "missing"
-            raise EyasError(f"{name} of the drafter is {found}", f"shape {list(tensor.shape)}, from its own description", "train it again")
+    for key, tensor in drafter.state_dict().items():
+        if key not in weights or weights[key].shape != tensor.shape:
+            found = f"of shape {list(weights[key].shape)}" if key in weights else "missing"
+            raise EyasError(f"{key} of the drafter is {found}", f"shape {list(tensor.shape)}, from its own description", "train it again")
     drafter.load_state_dict(weights)
     return drafter
 

@@ -8,6 +8,7 @@ they do not know and leave what is missing at random values, without a word, so 
 Layer ids are `eyas.layer_ids`'.
 """
 
+import math
 from pathlib import Path
 
 import torch
@@ -79,7 +80,7 @@ def made_from(run: Config) -> dict:
         return {}
     record = read_record(run.drafter_dir, run.drafter_file)
     length = record.get("heldout_acceptance_length")
-    known = {"steps": record.get("steps"), "heldout_acceptance_length": length if length == length else None}  # NaN is no JSON
+    known = {"steps": record.get("steps"), "heldout_acceptance_length": None if length is None or math.isnan(length) else length}  # NaN is no JSON
     return {"run_name": run.run_name, "drafter_weights": run.drafter_weights, **{name: value for name, value in known.items() if value is not None}}
 
 

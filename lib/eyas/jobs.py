@@ -137,7 +137,7 @@ def follow(job: Job, each: Callable[[], None] = lambda: None) -> Job:
         while True:
             running = job.process() is not None  # first: what it wrote before its end is shown then
             at = _print_new_lines(job.log, at, all=not running)
-            for n, bar in enumerate(found := job.bars()):
+            for n, bar in enumerate(job.bars()):
                 if n == len(bars):
                     bars.append(progress.Bar())
                 if bars[n].due or bar["closed"] or not running:

@@ -1,5 +1,6 @@
 """How much an extraction will write, how long it will take, and whether there is room: `python -m eyas plan --profile P`, without a server."""
 
+import contextlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,8 +132,6 @@ def _lengths(config: Config) -> list[int]:
     tokenizer = target_of(config).tokenizer()
     lengths = []
     for conversation in chosen(config, load_prompts(config.answered_path)):
-        try:
+        with contextlib.suppress(EyasError):  # refused by the template; extraction will list it
             lengths.append(len(encode(conversation, tokenizer, config.max_length).input_ids))
-        except EyasError:  # refused by the template; extraction will list it
-            pass
     return lengths

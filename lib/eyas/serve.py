@@ -4,6 +4,7 @@ The server runs in a session of its own, on 127.0.0.1, with its log and `server.
 server folder, so that it outlives a notebook's kernel and is found again. Everything is stopped by that pid.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -113,10 +114,8 @@ class Server:
         family = self._left_behind() if process is None else [process, *process.children(recursive=True)]
         for sign, members, patience_s in ((signal.SIGTERM, family, 1.0), (signal.SIGKILL, family[:1], timeout_s), (signal.SIGKILL, family, 10.0)):
             for member in members:  # the first looks for a SIGTERM every 5 s only, and with the others gone it has nothing to end
-                try:
+                with contextlib.suppress(psutil.NoSuchProcess):
                     member.send_signal(sign)
-                except psutil.NoSuchProcess:
-                    pass
             if not still_running(family, patience_s):
                 break
         (self.folder / "server.json").unlink(missing_ok=True)

@@ -373,7 +373,7 @@ def summarise(config: Config, target: Target, drafter: Drafter, status: dict, tr
         "same_counts": int(table["same_counts"].sum()),
         "verdict": verdict,
         "off": bool(nothing or agreed is False or apart),
-        "identical": {"prompts": len(table), "differing": int((table["identical"] == False).sum())} if compared else None,  # noqa: E712: None is not False
+        "identical": {"prompts": len(table), "differing": int(table["identical"].eq(False).sum())} if compared else None,  # None is not False
         "repeated_bigrams": ratio_interval(table["repeated_bigrams"], table["bigrams"], config.seed).as_dict(),
         "round_trip": trip,
         "drafter": {name: value for name, value in status["drafter"].items() if name != "path"},

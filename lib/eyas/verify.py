@@ -8,7 +8,6 @@ construction: it is in white space of a JSON file, in bytes of the Parquet file 
 """
 
 import contextlib
-import json
 import shutil
 import time
 from dataclasses import dataclass, field

@@ -1,5 +1,6 @@
 """What the three hooks do, inside SGLang's scheduler process. Axis names: S tokens of the batch, T of one request, H hidden."""
 
+import contextlib
 import inspect
 import json
 import logging
@@ -42,10 +43,8 @@ class Spool:
         total = 0
         with os.scandir(self.folder) as entries:
             for entry in entries:
-                try:
+                with contextlib.suppress(FileNotFoundError):  # a client has just taken it
                     total += entry.stat().st_size
-                except FileNotFoundError:  # a client has just taken it
-                    pass
         return total
 
     def put(self, name: str, tensors: dict[str, torch.Tensor]) -> Path:
