@@ -21,13 +21,13 @@ import pandas as pd
 import torch
 
 from eyas.config import Config
-from eyas.drafter import load_drafter
+from eyas.evaluation.offline import walk
 from eyas.files import ROOT, code_version, read_json, sha256_json, write_json
 from eyas.intervals import difference_interval, interval_text, ratio_interval
-from eyas.store import Store
-from eyas.target import target_of
-from eyas.train import SETTINGS, train
-from eyas.walk import walk
+from eyas.models.drafter import load_drafter
+from eyas.models.target import target_of
+from eyas.store.reader import Store
+from eyas.training.trainer import SETTINGS, train
 
 sys.path.insert(0, str(Path(__file__).parent))
 from contestants import add_arguments, choose, length, load, part

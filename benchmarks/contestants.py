@@ -17,14 +17,15 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from eyas.boundaries import boundaries_of
 from eyas.config import Config
-from eyas.drafter import Drafter, DrafterConfig
-from eyas.formats import export_store
-from eyas.store import Store
-from eyas.target import Target, target_of
-from eyas.train import plan, train
-from eyas.vocab import DraftVocab, choose_vocab, count_tokens
+from eyas.models.boundaries import boundaries_of
+from eyas.models.drafter import Drafter, DrafterConfig
+from eyas.models.target import Target, target_of
+from eyas.models.vocab import DraftVocab, choose_vocab, count_tokens
+from eyas.store.formats.exporting import export_store
+from eyas.store.reader import Store
+from eyas.training.schedule import plan
+from eyas.training.trainer import train
 
 sys.path.insert(0, str(Path(__file__).parent))
 from peers import Commands, memory_bytes, status_bytes

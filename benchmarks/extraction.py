@@ -24,15 +24,17 @@ import httpx
 import numpy as np
 import torch
 
-from eyas.boundaries import boundaries_of
+from eyas.capture.extract import Fleet, _run, make_manifest
 from eyas.config import Config
-from eyas.extract import Fleet, _run, chosen, make_manifest
 from eyas.intervals import interval_text, ratio_interval
+from eyas.models.boundaries import boundaries_of
+from eyas.models.target import load_target
 from eyas.progress import Progress, bytes_text
-from eyas.prompts import encode, load_prompts
-from eyas.serve import LIMITS, Server, _free_port, server_command, started_ticks
-from eyas.store import Planned, Rows, StoreWriter
-from eyas.target import load_target
+from eyas.prompts.chat_template import encode
+from eyas.prompts.prompt_set import chosen, load_prompts
+from eyas.server.serve import LIMITS, Server, _free_port, server_command, started_ticks
+from eyas.store.reader import Planned, Rows
+from eyas.store.writer import StoreWriter
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from tiny import make_tiny_target

@@ -79,9 +79,13 @@ class SpecForge:
     """
 
     def __init__(self, job: dict):
-        import torch
         import specforge.algorithms.eagle3.model as model_file
-        from specforge.algorithms.eagle3.data import build_offline_collator, build_offline_normalizer, build_offline_reader
+        import torch
+        from specforge.algorithms.eagle3.data import (
+            build_offline_collator,
+            build_offline_normalizer,
+            build_offline_reader,
+        )
         from specforge.algorithms.eagle3.model import OnlineEagle3Model
         from specforge.algorithms.eagle3.providers import algorithm_providers
         from specforge.core.loss import _compute_loss

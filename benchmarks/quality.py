@@ -25,13 +25,13 @@ import pandas as pd
 import torch
 from safetensors.torch import load_file
 
-from eyas.drafter import DraftCache, Drafter, DrafterConfig, ImportedConfig, load_drafter
 from eyas.errors import EyasError
+from eyas.evaluation.offline import walk
 from eyas.files import read_json, sha256_json, write_json
 from eyas.intervals import difference_interval, interval_text, ratio_interval
-from eyas.train import SETTINGS, train
-from eyas.vocab import DraftVocab
-from eyas.walk import walk
+from eyas.models.drafter import DraftCache, Drafter, DrafterConfig, ImportedConfig, load_drafter
+from eyas.models.vocab import DraftVocab
+from eyas.training.trainer import SETTINGS, train
 
 sys.path.insert(0, str(Path(__file__).parent))
 from contestants import PEERS, Contestant, Data, add_arguments, available, choose, length, load
@@ -152,7 +152,7 @@ def our_settings(config) -> dict:
 
 
 def ours(config, data: Data) -> tuple[Drafter, float]:
-    """Trained by `eyas.train.train` in a data folder that is thrown away."""
+    """Trained by `eyas.training.trainer.train` in a data folder that is thrown away."""
     before, os.environ["EYAS_DATA"] = os.environ.get("EYAS_DATA"), str(data.folder / "ours")
     try:
         started_s = time.perf_counter()

@@ -6,7 +6,7 @@ and 16 parallel requests; they take turns and the first turn, and the one that w
 by bootstrap over rounds. More requests at a time fill the device, and a draft that is thrown away costs more: where the ratio falls below 1 is what one wants to know.
 
 Writes throughput.json into the run's acceptance folder, with the hash of the drafter's file: notebook 05 and the run's verdict take it from there (`python -m eyas report` again).
-Both servers have the same flags but for drafting (`eyas.serve.server_command` says which a CPU goes without).
+Both servers have the same flags but for drafting (`eyas.server.serve.server_command` says which a CPU goes without).
 """
 
 import argparse
@@ -15,16 +15,17 @@ import tempfile
 import time
 from pathlib import Path
 
-from eyas.acceptance import eval_prompts
 from eyas.config import Config
-from eyas.drafter import load_drafter
-from eyas.export import export_sglang
+from eyas.evaluation.acceptance import eval_prompts
+from eyas.evaluation.served_client import Asker
+from eyas.evaluation.served_throughput import THROUGHPUT, throughput_of
 from eyas.files import write_json
 from eyas.intervals import interval_text, ratio_interval
+from eyas.models.drafter import load_drafter
+from eyas.models.export import export_sglang
+from eyas.models.target import target_of
 from eyas.progress import Progress
-from eyas.serve import serving_up
-from eyas.served import THROUGHPUT, Asker, throughput_of
-from eyas.target import target_of
+from eyas.server.serve import serving_up
 
 
 def main() -> None:
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def record(profile: str, config: Config, rows: list[dict], n_prompts: int, overlap: bool) -> dict:
-    """throughput.json: `settings`, which `eyas.served.read_throughput` compares with the drafter and the draft settings at hand, rounds and ratios. `overlap`: both servers had SGLang's overlap scheduler."""
+    """throughput.json: `settings`, which `eyas.evaluation.served_throughput.read_throughput` compares with the drafter and the draft settings at hand, rounds and ratios. `overlap`: both servers had SGLang's overlap scheduler."""
     settings = throughput_of(config) | {"profile": profile, "eval_set": config.eval_set, "dtype": config.dtype, "threads": config.threads, "max_new_tok": config.decode_new_tok}
     return {"settings": settings, "prompts": n_prompts, "overlap": overlap, "rows": rows, "ratios": [summary(rows, parallel) for parallel in sorted({row["parallel"] for row in rows})]}
 

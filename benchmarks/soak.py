@@ -17,15 +17,15 @@ from pathlib import Path
 
 import psutil
 
+from eyas.capture.extract import extract
+from eyas.capture.verify import verify
 from eyas.config import Config
 from eyas.errors import EyasError
-from eyas.extract import extract
+from eyas.models.target import load_target
 from eyas.progress import bytes_text
-from eyas.prompts import load_prompts
-from eyas.serve import need_servers, server_up
-from eyas.store import Store
-from eyas.target import load_target
-from eyas.verify import verify
+from eyas.prompts.prompt_set import load_prompts
+from eyas.server.serve import need_servers, server_up
+from eyas.store.reader import Store
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from tiny import make_tiny_target

@@ -35,7 +35,7 @@ WHY = {
     "specforge": "OnlineEagle3Model, attention_backend sdpa (flex attention has no backward on a CPU, fa and usp need flash_attn); its Triton loss is replaced by "
                  "core.loss._compute_loss of the same file; BF16Optimizer (AdamW, clipping at 0.5); target head in bf16, as its TargetHead is",
     "speculators": "Eagle3DraftModel with its default norms, loss kl_div eager (the fused one is Triton; flex attention has no backward on a CPU); AdamW, clipping at 1.0",
-    "ours": "eyas.train.train as it is, reading from the store",
+    "ours": "eyas.training.trainer.train as it is, reading from the store",
 }  # fmt: skip
 PARTS = {  # of our step: operators by name, the first that fits
     "matrix products, attention": r"::(mm|addmm|bmm|baddbmm|mkldnn|_scaled_dot|linear)",

@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def embedded():
     """The embedded target, converted once into the ordinary data folder and kept there."""
-    from eyas.target import load_target
+    from eyas.models.target import load_target
 
     return load_target("embedded")
 
@@ -42,7 +42,7 @@ def server_data(embedded, tmp_path_factory):
 @pytest.fixture(scope="session")
 def _server(embedded, server_data):
     from eyas.config import Config
-    from eyas.serve import server_up
+    from eyas.server.serve import server_up
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EYAS_DATA", str(server_data))

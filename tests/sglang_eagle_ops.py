@@ -8,16 +8,17 @@ drawn many times and printed as counts, for the caller to compare with the targe
 
 import json
 
-import eyas_cpu
 import torch
-from eyas_cpu import eagle, linear
-from eyas_cpu.platform import PlainCpuPlatform
 from sglang.kernels.ops.speculative import cache_locs, spec_tree
 from sglang.kernels.ops.speculative import eagle as sglang_eagle
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.mem_cache import allocation
 from sglang.srt.speculative import eagle_utils, spec_utils
 from sglang.srt.speculative.eagle_utils import organize_draft_results
+
+import eyas_cpu
+from eyas_cpu import eagle, linear
+from eyas_cpu.platform import PlainCpuPlatform
 
 SETTINGS = [(1, 1, 2), (3, 1, 4), (5, 1, 6), (1, 3, 4), (2, 2, 5), (3, 3, 10), (4, 4, 8), (3, 4, 13), (3, 2, 2)]  # steps, topk, tokens of a verify step
 REQUESTS, V = 3, 40

@@ -1,6 +1,7 @@
 """A hand-made store in one call."""
 
-from eyas.store import Planned, Rows, Store, StoreWriter
+from eyas.store.reader import Planned, Rows, Store
+from eyas.store.writer import StoreWriter
 
 
 def write_store(folder, manifest: dict, head, samples: list[Rows], shard_bytes: int = 2**20) -> Store:

@@ -2,9 +2,9 @@
 
 import torch
 
-from eyas.decode import TargetStream, greedy_decode
-from eyas.drafter import DraftCache, Drafter, DrafterConfig
-from eyas.vocab import DraftVocab
+from eyas.evaluation.decode import TargetStream, greedy_decode
+from eyas.models.drafter import DraftCache, Drafter, DrafterConfig
+from eyas.models.vocab import DraftVocab
 
 
 def make_prompts(vocab: int = 512, lengths: tuple[int, ...] = (1, 2, 7, 19, 40)) -> list[list[int]]:

@@ -9,17 +9,35 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+
+from eyas.config import Config
+from eyas.errors import EyasError
+from eyas.evaluation import acceptance, decode
+from eyas.evaluation.acceptance import (
+    DRAFTER,
+    LOOKUP,
+    PLAIN,
+    RANDOM,
+    SAMPLED,
+    SHUFFLED,
+    Prompt,
+    bf16_steps,
+    calibration,
+    compare_runs,
+    comparison_text,
+    eval_prompts,
+    fresh_steps,
+    headline,
+    judged,
+    missed,
+    misses,
+    repeats,
+)
+from eyas.evaluation.decode import Step, Trace
+from eyas.intervals import ratio_interval
+from eyas.models.target import load_target
 from taught import make_prompts, teach
 from tiny import make_tiny_target
-
-from eyas import acceptance, decode
-from eyas.acceptance import (DRAFTER, LOOKUP, PLAIN, RANDOM, SAMPLED, SHUFFLED, Prompt, bf16_steps, calibration, compare_runs, comparison_text, eval_prompts, fresh_steps,
-                             headline, judged, misses, missed, repeats)
-from eyas.config import Config
-from eyas.decode import Step, Trace
-from eyas.errors import EyasError
-from eyas.intervals import ratio_interval
-from eyas.target import load_target
 
 BOUNDARIES = (1, 3, 6)
 

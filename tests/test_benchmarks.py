@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.drafter import DraftCache, Drafter
 from eyas.files import ROOT
 from eyas.intervals import difference_interval, ratio_interval
-from eyas.store import Rows, Store
+from eyas.models.drafter import DraftCache, Drafter
+from eyas.store.reader import Rows, Store
 from stores import write_store
 from test_drafter import BOUNDARIES, SHAPE, make_drafter
 

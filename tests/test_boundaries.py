@@ -9,17 +9,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-from faulty import FaultyServer
 from safetensors import safe_open
+
+from eyas.cli import main
+from eyas.errors import EyasError
+from eyas.models.boundaries import Boundaries
+from eyas.models.drafter import FILE
+from eyas.models.target import load_target
+from eyas.store.reader import Store
+from faulty import FaultyServer
 from test_crashes import write_prompts
 from tiny import make_tiny_target
-
-from eyas.boundaries import Boundaries
-from eyas.cli import main
-from eyas.drafter import FILE
-from eyas.errors import EyasError
-from eyas.store import Store
-from eyas.target import load_target
 
 OWN = {28: [2, 14, 25], 36: [2, 18, 33]}  # blocks of the target: what feeds its drafter by default
 SIZES = ["-p", "plan_samples", "10", "-p", "plan_tok", "1000"]

@@ -11,9 +11,10 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from eyas import pages, report, summary
 from eyas.doctor import BROWSERS
 from eyas.files import ROOT, read_json, write_json
+from eyas.report import pages, summary
+from eyas.report import run as report
 
 WIDTHS, SCHEMES = (1280, 480), ("light", "dark")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from eyas_capture.hooks import Capture, Spool, drafter_state
 from safetensors.torch import load_file
+
+from eyas_capture.hooks import Capture, Spool, drafter_state
 
 
 def wait_for(condition, seconds=20.0):

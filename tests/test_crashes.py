@@ -13,19 +13,21 @@ import time
 
 import pytest
 
-import eyas.extract
+import eyas.capture.extract
 import eyas.files
-import eyas.store
+import eyas.store.reader
+from eyas.capture.extract import Fleet, extract
+from eyas.capture.plan import SPARE_BYTES, Plan, check_room
+from eyas.capture.verify import verify
 from eyas.cli import main
 from eyas.config import Config
 from eyas.errors import EyasError
-from eyas.extract import Fleet, extract
-from eyas.plan import SPARE_BYTES, Plan, check_room, last_run
-from eyas.prompts import load_prompts
-from eyas.serve import Server, need_servers, server_up
-from eyas.store import Store, StoreWriter
-from eyas.target import load_target
-from eyas.verify import verify
+from eyas.models.target import load_target
+from eyas.prompts.prompt_set import load_prompts
+from eyas.server.serve import Server, need_servers, server_up
+from eyas.store.reader import Store
+from eyas.store.summary import last_run
+from eyas.store.writer import StoreWriter
 from faulty import FaultyServer
 from tiny import make_tiny_target
 
@@ -57,7 +59,7 @@ def write_prompts(path, n_train: int, n_heldout: int):
 @pytest.fixture
 def job(data, target, prompts, tmp_path, monkeypatch):
     """job(name, *servers, **settings) -> (config, run); run() is one `eyas extract`."""
-    monkeypatch.setattr(eyas.extract, "BACK_OFF_S", 0.01)
+    monkeypatch.setattr(eyas.capture.extract, "BACK_OFF_S", 0.01)
 
     def make(name, *servers, **settings):
         config = Config.create(run_name=name, target=str(target.folder), boundaries=(1, 2), train_samples=N_TRAIN, heldout_samples=N_HELDOUT, max_length=128, concurrency=4,
@@ -131,7 +133,7 @@ def test_every_third_request_fails_once_and_the_run_does_not(job, serve, undistu
 def test_from_the_tenth_request_on_everything_fails_and_the_job_stops_with_the_reason(job, serve, undisturbed, prompts, target, fault, said, monkeypatch):
     server = serve(lambda n: fault if n >= 10 else "")
     config, run = job("disturbed", server, request_timeout_s=0.2 if fault == "hang" else 60.0)
-    monkeypatch.setattr(eyas.extract, "FAILURES_IN_A_ROW", 4)
+    monkeypatch.setattr(eyas.capture.extract, "FAILURES_IN_A_ROW", 4)
     with pytest.raises(EyasError, match=f"4 samples failed in a row.*{said}.*the same command again"):
         run()
     store = Store.open(config.store_dir)
@@ -167,7 +169,7 @@ def test_two_servers_share_the_work_and_one_may_die(job, serve, undisturbed, pro
     assert run().extracted == N_TRAIN + N_HELDOUT and min(one.served, other.served) > 8
     whole(config, undisturbed, prompts, target, one.spool)
     one.fault = lambda n: 500
-    monkeypatch.setattr(eyas.extract, "BACK_OFF_S", 1.0)  # it rests, and a retry goes to the other one
+    monkeypatch.setattr(eyas.capture.extract, "BACK_OFF_S", 1.0)  # it rests, and a retry goes to the other one
     config, run = job("one-dead", one, other)
     assert run().failed == 0
     whole(config, undisturbed, prompts, target, other.spool)
@@ -237,7 +239,7 @@ def test_a_store_on_a_read_only_file_system_is_said(job, serve, monkeypatch):
             raise OSError(errno.EROFS, "Read-only file system")
         return opened(path, mode, *args, **kwargs)
 
-    monkeypatch.setattr(eyas.store, "open", refuse, raising=False)
+    monkeypatch.setattr(eyas.store.reader, "open", refuse, raising=False)
     with pytest.raises(EyasError, match="can't be written: Read-only file system"):
         run()
 
@@ -283,7 +285,7 @@ def test_a_second_client_is_refused_while_the_first_one_runs(job, serve, undistu
 def test_too_little_room_is_refused_with_the_numbers_or_allowed(job, serve, monkeypatch):
     server = serve()
     config, run = job("small", server)
-    monkeypatch.setattr("eyas.plan.free_bytes", lambda folder: 5000)
+    monkeypatch.setattr("eyas.capture.plan.free_bytes", lambda folder: 5000)
     with pytest.raises(EyasError, match=r"has 4.88 KiB free, [\d.]+ [KM]iB will be written \(48 samples, [\d,]+ tokens\).*--anyway"):
         run()
     assert server.served == 0 and not len(Store.open(config.store_dir).index)  # fewer may be asked for next
@@ -298,7 +300,7 @@ def test_room_is_counted_for_each_disk_and_in_what_the_servers_compute(tmp_path,
     other.mkdir()
     need = plan.bytes + 140_000 + SPARE_BYTES
     for free in (need, need - 1):
-        monkeypatch.setattr("eyas.plan.free_bytes", lambda folder, free=free: free)
+        monkeypatch.setattr("eyas.capture.plan.free_bytes", lambda folder, free=free: free)
         with contextlib.nullcontext() if free == need else pytest.raises(EyasError, match="the disk of the store and spool has"):
             check_room(plan, tmp_path, {one: 40_000, other: 100_000, tmp_path / "unseen": 10**12})
     fleet = Fleet.__new__(Fleet)
@@ -365,7 +367,7 @@ def test_a_spool_that_cannot_be_cleared_costs_nothing(job, serve, monkeypatch):
 
     server = serve(lambda n: 500 if n > 20 else "")
     config, run = job("kept", server)
-    monkeypatch.setattr(eyas.extract.Path, "glob", lambda self, pattern, glob=eyas.extract.Path.glob: refuse() if self == server.spool else glob(self, pattern))
+    monkeypatch.setattr(eyas.capture.extract.Path, "glob", lambda self, pattern, glob=eyas.capture.extract.Path.glob: refuse() if self == server.spool else glob(self, pattern))
     with pytest.raises(EyasError, match="failed in a row"):
         run()
     assert len(Store.open(config.store_dir).samples()) > 10

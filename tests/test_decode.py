@@ -7,16 +7,26 @@ import numpy as np
 import pytest
 import torch
 import transformers
+
+from eyas.config import Config, verified_tok
+from eyas.errors import EyasError
+from eyas.evaluation import decode
+from eyas.evaluation.decode import (
+    Draft,
+    EagleDraft,
+    PromptLookup,
+    Sampler,
+    ShuffledDraft,
+    TargetStream,
+    greedy_decode,
+    response_start,
+    speculative_decode,
+)
+from eyas.models.drafter import DraftCache, Drafter, DrafterConfig
+from eyas.models.target import load_target
+from eyas.models.vocab import DraftVocab
 from taught import make_prompts, teach
 from tiny import make_tiny_target
-
-from eyas import decode
-from eyas.config import Config, verified_tok
-from eyas.decode import Draft, EagleDraft, PromptLookup, Sampler, ShuffledDraft, TargetStream, greedy_decode, response_start, speculative_decode
-from eyas.drafter import DraftCache, Drafter, DrafterConfig
-from eyas.errors import EyasError
-from eyas.target import load_target
-from eyas.vocab import DraftVocab
 
 BOUNDARIES = (1, 3, 6)  # 6 is boundary N: fine here, though SGLang could not serve it
 SETTINGS = [(1, 1, 0), (3, 1, 0), (5, 1, 6), (1, 3, 4), (2, 2, 0), (3, 3, 10), (4, 4, 8), (3, 2, 2)]  # steps, topk, draft tokens

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_prompts import CHATML, OPENS, STRIPS, THINKS
-from tiny import make_tiny_target
 
 from eyas import cli, doctor
 from eyas.doctor import Check
 from eyas.files import ROOT
+from test_prompts import CHATML, OPENS, STRIPS, THINKS
+from tiny import make_tiny_target
 
 GIB = 2**30
 
@@ -178,7 +178,7 @@ def test_a_template_that_thinks_or_rewrites_is_a_whole_target(tmp_path, capsys, 
     ({"architectures": ["LlamaForCausalLMM"]}, "none of the 290 of SGLang 0.5.23; near: LlamaForCausalLM", "another target"),
     ({"architectures": ["FalconMambaForCausalLM"]}, "no blocks with a stage boundary", "patches/README.md"),
     ({"architectures": ["Olmo2ForCausalLM"]}, "no set_eagle3_layers_to_capture", "not served with a drafter"),
-    ({"architectures": ["LongcatFlashForCausalLM"]}, "layer ids of LongcatFlashForCausalLM in sglang 0.5.23 are not known", "FAMILIES of lib/eyas/layer_ids.py"),
+    ({"architectures": ["LongcatFlashForCausalLM"]}, "layer ids of LongcatFlashForCausalLM in sglang 0.5.23 are not known", "FAMILIES of lib/eyas/models/layer_ids.py"),
     ({"num_hidden_layers": 5}, "none with 5 blocks", None),
     ({"dtype": "float16"}, "float16; serve it with -p dtype bfloat16", None),
     ({"layer_types": ["linear_attention", "full_attention"]}, "not for layers of type linear_attention", None),

@@ -6,13 +6,23 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import make_tiny_target
 
-from eyas.drafter import FILE, DraftCache, Drafter, DrafterConfig, initial_drafter, load_drafter, read_record, save_drafter
 from eyas.errors import EyasError
-from eyas.target import load_target
-from eyas.ttt import Steps, pack
-from eyas.vocab import DraftVocab
+from eyas.models.drafter import (
+    FILE,
+    DraftCache,
+    Drafter,
+    DrafterConfig,
+    initial_drafter,
+    load_drafter,
+    read_record,
+    save_drafter,
+)
+from eyas.models.target import load_target
+from eyas.models.vocab import DraftVocab
+from eyas.training.batch import pack
+from eyas.training.steps import Steps
+from tiny import make_tiny_target
 
 H, V, D, BOUNDARIES = 12, 40, 15, (1, 2)
 SHAPE = DrafterConfig(

@@ -6,15 +6,15 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_overwriting import equal, options, target, weights_of  # noqa: F401
-from test_train import write_store
 
-import eyas.train
+import eyas.training.trainer
 from eyas.cli import main
 from eyas.config import Config
-from eyas.drafter import read_record
-from eyas.train import Training
-from eyas.ttt import Losses
+from eyas.models.drafter import read_record
+from eyas.training.trainer import Training
+from eyas.training.ttt import Losses
+from test_overwriting import equal, options, target, weights_of  # noqa: F401
+from test_train import write_store
 
 LENGTHS = [1.2, 1.7, 1.4]  # of the held-out evaluations, one an epoch: the second is the best
 
@@ -96,7 +96,7 @@ def test_a_training_that_stops_early_says_that_it_is_the_best(data, target, monk
         counts = pd.DataFrame({"accepted": [round(100 * (next(said) - 1))], "verify_steps": [100]})
         return Losses(torch.tensor(1.0), [10.0] * 3, [5] * 3, [10] * 3), 20, counts
 
-    monkeypatch.setattr(eyas.train.Training, "_judge", judge)
+    monkeypatch.setattr(eyas.training.trainer.Training, "_judge", judge)
     assert main(["train", *options(target, "x", epochs="4.0", patience="2")]) == 0
     steps = read_record(config.drafter_dir)["steps"]
     out = capsys.readouterr().out

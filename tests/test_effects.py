@@ -10,16 +10,15 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from test_hygiene import FIELDS, imports_of
-from test_overwriting import equal, options, target, weights_of  # noqa: F401
-from test_train import write_store
 
 from eyas.cli import main
 from eyas.config import Config
-from eyas.drafter import read_record
 from eyas.effects import READS
-from eyas.files import ROOT
-from eyas.store import Store
+from eyas.models.drafter import read_record
+from eyas.store.reader import Store
+from test_hygiene import FIELDS, imports_of, source_of
+from test_overwriting import equal, options, target, weights_of  # noqa: F401
+from test_train import write_store
 
 STARTS = {  # command of the table -> function of eyas.cli
     "target": "_target", "server up": "_server", "server command": "_server", "tune": "_tune", "prompts show": "_prompts_show",
@@ -34,7 +33,7 @@ NOT_REACHED = {"server up": {"plan_blocks"}}  # of `server command`
 @functools.cache
 def module(name: str):
     """(syntax tree, its functions and classes, their texts, what it imports) of a module of eyas; None where there is none."""
-    path = ROOT / "lib" / "eyas" / f"{name}.py"
+    path = source_of(name)
     if not path.is_file():
         return None
     tree = ast.parse(path.read_text())
@@ -61,14 +60,15 @@ def reached(start: str) -> set[str]:
     while waiting:
         place = waiting.pop()
         known = module(place[0])
-        if place in seen or place[0] in ("config", "report", "jobs") or known is None or place[1] not in known[1]:
+        if place in seen or place[0] in ("config", "report.run", "jobs") or known is None or place[1] not in known[1]:
             continue
         seen.add(place)
         _, defined, texts, names = known
         if re.search(r"(config|run): Config\b|_config\(args\)|def \w+\(config[,)]", texts[place[1]]):
             found |= named(texts[place[1]])
+        own = {n.id for n in ast.walk(defined[place[1]]) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}  # a variable is no function
         for node in ast.walk(defined[place[1]]):
-            if isinstance(node, ast.Name) and node.id in names:
+            if isinstance(node, ast.Name) and node.id in names.keys() - own:
                 waiting.add(names[node.id])
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and names.get(node.value.id, ("", ""))[1] is None:
                 waiting.add((names[node.value.id][0], node.attr))

@@ -11,9 +11,9 @@ from bs4 import BeautifulSoup
 
 import test_train
 from eyas.doctor import BROWSERS
-from eyas.explore import TOK, lens, picker, some_boundaries
-from eyas.store import Store
-from eyas.target import load_target
+from eyas.inspection.explore import TOK, lens, picker, some_boundaries
+from eyas.models.target import load_target
+from eyas.store.reader import Store
 from tiny import make_tiny_target
 
 

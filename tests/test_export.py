@@ -17,20 +17,36 @@ from typing import List, Optional  # noqa: UP035  (SGLang's source names it)
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_formats import peer
-from tiny import make_tiny_target
 
 from eyas.cli import main
 from eyas.config import Config
-from eyas.drafter import DraftCache, Drafter, DrafterConfig, ImportedConfig, load_drafter, read_record
 from eyas.errors import EyasError
-from eyas.export import export_sglang, export_speculators
 from eyas.files import sha256_file
-from eyas.formats import SpeculatorsV1
-from eyas.imported import read_checkpoint
-from eyas.layer_ids import ENGINES, FAMILIES, PLUS_ONE, SGLANG, engine_boundaries, engine_ids, round_trip, rule
-from eyas.target import load_target
-from eyas.vocab import DraftVocab
+from eyas.models.drafter import (
+    DraftCache,
+    Drafter,
+    DrafterConfig,
+    ImportedConfig,
+    load_drafter,
+    read_record,
+)
+from eyas.models.export import export_sglang, export_speculators
+from eyas.models.import_drafter import read_checkpoint
+from eyas.models.layer_ids import (
+    ENGINES,
+    FAMILIES,
+    PLUS_ONE,
+    SGLANG,
+    engine_boundaries,
+    engine_ids,
+    round_trip,
+    rule,
+)
+from eyas.models.target import load_target
+from eyas.models.vocab import DraftVocab
+from eyas.store.formats.speculators_v1 import SpeculatorsV1
+from test_formats import peer
+from tiny import make_tiny_target
 
 # ---- layer ids: the independent reference is SGLang's own source, run without its imports
 

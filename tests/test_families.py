@@ -17,30 +17,30 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import torch
-from eyas_capture.hooks import Capture, find_stack
 from safetensors.torch import load_file, save_file
+
+from eyas.capture.extract import extract
+from eyas.config import Config
+from eyas.doctor import check_family
+from eyas.errors import EyasError
+from eyas.evaluation.decode import EagleDraft, speculative_decode
+from eyas.evaluation.offline import walk
+from eyas.files import read_json, write_json
+from eyas.models.drafter import DraftCache, DrafterConfig, initial_drafter, load_drafter
+from eyas.models.export import architecture, export_sglang
+from eyas.models.layer_ids import engine_boundaries
+from eyas.models.sglang_source import family
+from eyas.models.target import load_target
+from eyas.models.vocab import DraftVocab
+from eyas.parity.certify import certify
+from eyas.prompts.prompt_set import load_prompts
+from eyas.server.serve import server_up, serving_up
+from eyas.store.reader import Store
+from eyas.training.trainer import train
+from eyas_capture.hooks import Capture, find_stack
 from taught import make_prompts, teach
 from test_export import FAMILY_NAMES, find_method, run_sglang, sglang_classes
 from tiny import make_tiny_target
-
-from eyas.config import Config
-from eyas.decode import EagleDraft, speculative_decode
-from eyas.doctor import check_family
-from eyas.drafter import DraftCache, DrafterConfig, initial_drafter, load_drafter
-from eyas.errors import EyasError
-from eyas.export import architecture, export_sglang
-from eyas.extract import extract
-from eyas.files import read_json, write_json
-from eyas.layer_ids import engine_boundaries
-from eyas.parity import certify
-from eyas.prompts import load_prompts
-from eyas.serve import server_up, serving_up
-from eyas.sglang_source import family
-from eyas.store import Store
-from eyas.target import load_target
-from eyas.train import train
-from eyas.vocab import DraftVocab
-from eyas.walk import walk
 
 FAMILIES = ("Qwen3", "Qwen3Moe", "DeepseekV3")
 IDS = {"Qwen3": [0, 3, 4], "Qwen3Moe": [0, 3, 4], "DeepseekV3": [4, 5, 1]}  # of boundaries 1, 4, 5; DeepSeek reads a first id of 1 as boundary 2

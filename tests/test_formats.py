@@ -11,18 +11,23 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from stores import write_store
-from tiny import make_tiny_target
 
+from eyas.capture.verify import verify
 from eyas.cli import main
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.files import read_json, write_json
-from eyas.formats import FORMATS, POST, PRE, Sample, check_norm, export_store, import_store
-from eyas.store import Rows, Store, StoreWriter
-from eyas.target import Head, load_target
-from eyas.train import train
-from eyas.verify import verify
+from eyas.models.target import Head, load_target
+from eyas.store.formats.common import POST, PRE, Sample
+from eyas.store.formats.exporting import export_store
+from eyas.store.formats.importing import import_store
+from eyas.store.formats.known import FORMATS
+from eyas.store.formats.norm_check import check_norm
+from eyas.store.reader import Rows, Store
+from eyas.store.writer import StoreWriter
+from eyas.training.trainer import train
+from stores import write_store
+from tiny import make_tiny_target
 
 N, BOUNDARIES, N_SAMPLES = 4, (1, 2, 3), 25
 each_format = pytest.mark.parametrize("name", FORMATS)
@@ -459,7 +464,7 @@ def test_other_boundaries_and_targets(data, target, files, exported, tmp_path):
 
 def test_a_killed_import_goes_on_and_other_files_are_refused(data, target, files, monkeypatch):
     folder, config, reader = files["speculators-v1"], config_for(target), FORMATS["speculators-v1"]
-    monkeypatch.setattr("eyas.formats.StoreWriter", lambda folder, manifest, head, shard_bytes: StoreWriter(folder, manifest, head, 2**14))
+    monkeypatch.setattr("eyas.store.formats.importing.StoreWriter", lambda folder, manifest, head, shard_bytes: StoreWriter(folder, manifest, head, 2**14))
     whole = import_store(config_for(target, run_name="whole"), target, "speculators-v1", folder).store
     assert len(set(whole.index["shard"])) > 5
 

@@ -6,13 +6,13 @@ import shlex
 
 import pytest
 import torch
-from tiny import make_tiny_target
 
 from eyas.cli import main
 from eyas.config import Config
-from eyas.drafter import DrafterConfig, initial_drafter, save_drafter
-from eyas.target import load_target
-from eyas.vocab import DraftVocab
+from eyas.models.drafter import DrafterConfig, initial_drafter, save_drafter
+from eyas.models.target import load_target
+from eyas.models.vocab import DraftVocab
+from tiny import make_tiny_target
 
 TREE = ["-p", "speculative_num_steps", "4", "-p", "speculative_eagle_topk", "2", "-p", "speculative_num_draft_tokens", "7"]
 

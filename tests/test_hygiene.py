@@ -15,7 +15,8 @@ import pytest
 from eyas.cli import build_parser
 from eyas.config import PROFILES, Config, _coerce, read_profile
 from eyas.files import ROOT
-from eyas.report import NOTEBOOKS, declared_parameters
+from eyas.report.notebook import declared_parameters
+from eyas.report.run import NOTEBOOKS
 
 FIELDS = Config.__dataclass_fields__
 HEAD = ("**Question.**", "**Inputs.**", "**Outputs.**", "**Time.**", "**GPU.**")
@@ -86,8 +87,8 @@ def test_every_setting_used_is_declared(path):
     waiting |= {("cli", f"_{command}") for command in re.findall(r'start\(config, "(\w+)"\)', own)}  # a job runs that command
     while waiting:
         module, name = waiting.pop()
-        source = ROOT / "lib" / "eyas" / f"{module}.py"
-        if (module, name) in seen or module in ("config", "report") or not source.is_file():
+        source = source_of(module)
+        if (module, name) in seen or module in ("config", "report.run") or not source.is_file():
             continue
         seen.add((module, name))
         tree = ast.parse(source.read_text())
@@ -107,12 +108,20 @@ def test_every_setting_used_is_declared(path):
     assert not missing, f"{path.stem} calls {sorted(seen, key=str)} and does not declare {sorted(missing)}"
 
 
+def source_of(module: str) -> Path:
+    return ROOT / "lib" / "eyas" / f"{module.replace('.', '/')}.py"
+
+
+def place(module: str, name: str) -> tuple[str, str | None]:
+    return (f"{module}.{name}", None) if source_of(f"{module}.{name}").is_file() else (module, name)
+
+
 def imports_of(tree: ast.Module) -> dict[str, tuple[str, str | None]]:
     """Names of eyas that are imported somewhere in it: name -> (module, its name there; None: the module itself)."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("eyas."):
-            found |= {a.asname or a.name: (node.module.split(".")[1], a.name) for a in node.names}
+            found |= {a.asname or a.name: place(node.module.removeprefix("eyas."), a.name) for a in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module == "eyas":
             found |= {a.asname or a.name: (a.name, None) for a in node.names}
     return found
@@ -196,6 +205,6 @@ def test_every_name_is_defined(path):
 
 def test_clients_that_threads_share_have_no_bound_of_their_own():
     """serve.LIMITS says why."""
-    for path in [*ROOT.glob("lib/eyas/*.py"), *ROOT.glob("benchmarks/*.py"), ROOT / "tests" / "test_server.py"]:
+    for path in [*ROOT.glob("lib/eyas/**/*.py"), *ROOT.glob("benchmarks/*.py"), ROOT / "tests" / "test_server.py"]:
         for made in re.findall(r"httpx\.Client\(.*", path.read_text(encoding="utf-8")):
             assert "limits=LIMITS" in made or " client.stream(" in made, path.name  # a stream is alone

@@ -17,20 +17,22 @@ from jupyter_client.manager import start_new_kernel
 
 import test_crashes
 import test_train
-from eyas import jobs, layers
+from eyas import jobs
+from eyas.capture.extract import extract
+from eyas.capture.verify import verify
 from eyas.config import Config
 from eyas.errors import EyasError
-from eyas.extract import extract
 from eyas.files import ROOT, read_json
-from eyas.pages import notebook_page
+from eyas.models.target import load_target
 from eyas.progress import MARK
-from eyas.prompts import load_prompts
-from eyas.report import NOTEBOOKS, declared_parameters
-from eyas.serve import need_servers
-from eyas.store import Store
-from eyas.target import load_target
-from eyas.train import train
-from eyas.verify import verify
+from eyas.prompts.prompt_set import load_prompts
+from eyas.report.notebook import declared_parameters
+from eyas.report.pages import notebook_page
+from eyas.report.run import NOTEBOOKS
+from eyas.server.serve import need_servers
+from eyas.store.reader import Store
+from eyas.studies import boundaries as layers
+from eyas.training.trainer import train
 from faulty import FaultyServer
 from tiny import make_tiny_target
 
@@ -216,10 +218,10 @@ def test_04_runs_where_its_store_is(lab, target):
 
 EXTRACT = """
 from eyas.config import Config
-from eyas.extract import extract
-from eyas.prompts import load_prompts
-from eyas.serve import need_servers
-from eyas.target import load_target
+from eyas.capture.extract import extract
+from eyas.prompts.prompt_set import load_prompts
+from eyas.server.serve import need_servers
+from eyas.models.target import load_target
 config = Config.create(**{settings!r})
 print(extract(config, need_servers(config), load_target(config.target), load_prompts(config.answered_path)))
 """
@@ -245,9 +247,9 @@ def test_an_interrupted_extraction_leaves_a_whole_store_and_goes_on(lab, target,
 
 TRAIN = """
 from eyas.config import Config
-from eyas.store import Store
-from eyas.target import load_target
-from eyas.train import train
+from eyas.store.reader import Store
+from eyas.models.target import load_target
+from eyas.training.trainer import train
 config = Config.create(**{settings!r})
 train(config, Store.open(config.store_dir), load_target(config.target))
 """
@@ -320,7 +322,7 @@ def test_an_interrupt_while_the_server_starts_leaves_none(lab, target):
             pids.append(read_json(config.server_dir / "server.json")["pid"])
         return bool(pids)
 
-    outputs = kernel.run(f"from eyas.config import Config\nfrom eyas.serve import server_up\nserver_up(Config.create(**{config.changed!r}))", when=started)
+    outputs = kernel.run(f"from eyas.config import Config\nfrom eyas.server.serve import server_up\nserver_up(Config.create(**{config.changed!r}))", when=started)
     assert outputs[-1]["ename"] == "KeyboardInterrupt"
     assert not psutil.pid_exists(pids[0]) or psutil.Process(pids[0]).status() == psutil.STATUS_ZOMBIE
     assert not (config.server_dir / "server.json").exists()

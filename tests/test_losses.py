@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from test_formats import peer
 
 from eyas.errors import EyasError
-from eyas.losses import ETA, LEAST, LOSSES, TINY, get_loss
+from eyas.training.losses import ETA, LEAST, LOSSES, TINY, get_loss
+from test_formats import peer
 
 D, OUTSIDE = 13, 6  # draft vocabulary, and the tokens that only the target knows
 ONE_HOT = torch.eye(D, dtype=torch.float64)

@@ -7,10 +7,10 @@ import torch
 
 from eyas.config import Config
 from eyas.errors import EyasError
-from eyas.mixture import Mixture
-from eyas.store import Rows, Store
-from eyas.target import Head
-from eyas.vocab import count_tokens
+from eyas.models.target import Head
+from eyas.models.vocab import count_tokens
+from eyas.store.mixture import Mixture
+from eyas.store.reader import Rows, Store
 from stores import write_store
 
 H, V = 4, 50

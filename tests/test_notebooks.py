@@ -9,9 +9,9 @@ import nbformat
 import psutil
 import pytest
 
-from eyas import reuse
 from eyas.config import Config
 from eyas.files import ROOT, read_json
+from eyas.report import reuse
 
 pytestmark = [pytest.mark.notebooks, pytest.mark.server]
 

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_train import write_store
-from tiny import make_tiny_target
 
 from eyas.cli import main
 from eyas.config import Config
-from eyas.drafter import Drafter, DrafterConfig, ImportedConfig, load_drafter, read_record
-from eyas.export import export_sglang, export_speculators
 from eyas.files import sha256_file
-from eyas.imported import import_drafter
-from eyas.target import load_target
-from eyas.vocab import DraftVocab
+from eyas.models.drafter import Drafter, DrafterConfig, ImportedConfig, load_drafter, read_record
+from eyas.models.export import export_sglang, export_speculators
+from eyas.models.import_drafter import import_drafter
+from eyas.models.target import load_target
+from eyas.models.vocab import DraftVocab
+from test_train import write_store
+from tiny import make_tiny_target
 
 N_BLOCKS = 6
 D = 40

@@ -11,11 +11,13 @@ import nbformat
 import pytest
 from bs4 import BeautifulSoup
 
-from eyas import index, pages, report, summary
 from eyas.cli import EXIT_BROKEN_PIPE, main
 from eyas.config import Config
 from eyas.errors import EyasError
+from eyas.evaluation import verdict
 from eyas.files import ROOT, read_json, write_json
+from eyas.report import index, pages, summary
+from eyas.report import run as report
 
 COMMITTED = {name: read_json(ROOT / "reports" / name / "run.json") for name in ("reference", "layers")}
 CONDITIONS = {"machine", "torch"}  # what a difference needs beside settings
@@ -97,19 +99,19 @@ def test_the_verdict_is_of_the_speed_most_like_serving():
     at = [fast | {"parallel": 1}, fast | {"value": 1.31, "low": 1.2, "parallel": 4}, none | {"parallel": 16}]
     headline = {"speed_ratio": slow, "speed_ratio_bfloat16": none, "served": fast | {"dtype": "bfloat16"}, "served_speed_ratio": slow | {"value": 0.7},
                 "served_throughput": at[0] | {"prompts": 16, "rounds": 6, "dtype": "bfloat16", "at": at}, "identical_float32": True}  # fmt: skip
-    assert summary.verdict(headline) == (
+    assert verdict.verdict(headline) == (
         "Serve it at 1 and 4 requests at a time, no clear gain at 16 requests at a time: 1.50 times the tokens per second of the same server without it, at 1 request at a time, 95 % interval "
         "1.45 to 1.55; 1.31 at 4, 95 % interval 1.20 to 1.55; 1.00 at 16, 95 % interval 0.95 to 1.05; served in bfloat16, 16 prompts, 6 rounds.")  # fmt: skip
-    assert summary.verdict(headline | {"identical_float32": False}).startswith("Don't serve it: its output is not the target's own greedy output (1.50 times the tokens")
+    assert verdict.verdict(headline | {"identical_float32": False}).startswith("Don't serve it: its output is not the target's own greedy output (1.50 times the tokens")
     once = headline["served_throughput"] | {"at": [{"value": 1.5, "low": None, "high": None, "parallel": 1}]}
-    assert summary.verdict(headline | {"served_throughput": once}).startswith("Too few rounds for an answer: 1.50 times")
+    assert verdict.verdict(headline | {"served_throughput": once}).startswith("Too few rounds for an answer: 1.50 times")
     headline["served_throughput"] = None
-    assert summary.verdict(headline).startswith("Don't serve it: 0.70 times the speed of the same server without it, one request at a time, prefill left out, served in bfloat16")
+    assert verdict.verdict(headline).startswith("Don't serve it: 0.70 times the speed of the same server without it, one request at a time, prefill left out, served in bfloat16")
     headline["served"] = fast | {"dtype": "float32"}  # nobody serves so
-    assert summary.verdict(headline).startswith("No clear gain: 1.00 times the speed of plain greedy decoding by our own decoder in bfloat16")
+    assert verdict.verdict(headline).startswith("No clear gain: 1.00 times the speed of plain greedy decoding by our own decoder in bfloat16")
     headline["speed_ratio_bfloat16"] = {"value": None, "low": None, "high": None, "prompts": 0}
-    assert summary.verdict(headline) == "Don't serve it: 0.80 times the speed of plain greedy decoding by our own decoder in float32, prefill included, 95 % interval 0.75 to 0.85, 8 prompts."
-    assert summary.verdict({"served": fast}) == "No speed was measured in this run."
+    assert verdict.verdict(headline) == "Don't serve it: 0.80 times the speed of plain greedy decoding by our own decoder in float32, prefill included, 95 % interval 0.75 to 0.85, 8 prompts."
+    assert verdict.verdict({"served": fast}) == "No speed was measured in this run."
 
 
 def test_a_drafter_that_was_not_served_says_why():

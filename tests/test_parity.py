@@ -12,23 +12,34 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import make_tiny_target
 
-import eyas.parity
+import eyas.parity.certify
+import eyas.parity.references
+from eyas.capture.extract import extract
 from eyas.cli import main
-from eyas.certificate import certificate_path, need_certificate, read_certificate, verdict
 from eyas.config import Config
 from eyas.errors import EyasError
-from eyas.extract import extract
-from eyas.faults import FP8, clean, faults, template_mismatch
 from eyas.files import read_json, write_json, write_safetensors
-from eyas.parity import CHUNK_TOK, Asked, Evidence, HuggingFace, after_norm, as_stored, ask, ask_full, certify, chosen_samples, distance, examine
-from eyas.parity import ReferenceHead, match, text_test, unseen
-from eyas.prompts import load_prompts
-from eyas.serve import server_up
-from eyas.store import NormedHead, Store, content_hash
-from eyas.target import load_target
-from eyas.train import train
+from eyas.models.target import load_target
+from eyas.parity.certify import certify, chosen_samples, unseen
+from eyas.parity.checks import (
+    Evidence,
+    ReferenceHead,
+    after_norm,
+    as_stored,
+    distance,
+    examine,
+    match,
+    text_test,
+)
+from eyas.parity.faults import FP8, clean, faults, template_mismatch
+from eyas.parity.references import CHUNK_TOK, Asked, HuggingFace, ask, ask_full
+from eyas.prompts.prompt_set import load_prompts
+from eyas.server.serve import server_up
+from eyas.store.certificate import certificate_path, need_certificate, read_certificate, verdict
+from eyas.store.reader import NormedHead, Store, content_hash
+from eyas.training.trainer import train
+from tiny import make_tiny_target
 
 CAUGHT_BY = {  # fault -> the test that has to catch it; others may too
     "boundary shifted by one, start": "boundary",
@@ -96,7 +107,7 @@ def make_case(config: Config, server, n_samples: int) -> Case:
     tokenizer, reference = target.tokenizer(), HuggingFace(target, 2)
     samples = {id: store.read(id) for id in chosen_samples(store, n_samples, seed=1, token_bytes=1)}
     served = ask(server, samples, store.boundaries)
-    expected = eyas.parity.expected_samples(config, prompts, tokenizer, list(samples))
+    expected = eyas.parity.certify.expected_samples(config, prompts, tokenizer, list(samples))
     evidence = {id: Evidence(served[id], reference(samples[id]["input_ids"], served[id].top_ids), expected[id]) for id in samples}
     return Case(config, server, target, prompts, store, samples, evidence, reference)
 
@@ -133,7 +144,7 @@ def altered(running_case):
 @pytest.mark.server
 def test_the_certificate_of_clean_data(case):
     record = certify(case.config, case.server, case.store, case.target, case.prompts)
-    assert record["passed"], eyas.parity.summary(record)
+    assert record["passed"], eyas.parity.certify.summary(record)
     assert [t["name"] for t in record["tests"] if t["ok"]] == ["text", "head", "boundary", "serving"]
     assert {row["how"] for row in record["tests"][3]["rows"]} == {"another batch", "decoding"}
     assert all(row["caught by"] == ("nothing" if row["fault"].startswith("none") else row["caught by"]) for row in record["faults"])
@@ -153,7 +164,7 @@ def test_clean_fp8_passes_and_so_does_a_store_of_fp8(case):
     store = Store.open(config.store_dir)
     assert store.manifest["dtype"] == FP8
     record = certify(config, case.server, store, case.target, case.prompts)
-    assert record["passed"], eyas.parity.summary(record)
+    assert record["passed"], eyas.parity.certify.summary(record)
 
 
 @pytest.mark.server
@@ -163,7 +174,7 @@ def test_smollm2_passes(server, embedded):
     prompts = load_prompts(config.prompt_path)
     extract(config, [running], embedded, prompts)
     record = certify(config, running, Store.open(config.store_dir), embedded, prompts)
-    assert record["passed"], eyas.parity.summary(record)
+    assert record["passed"], eyas.parity.certify.summary(record)
     assert [row["caught by"] for row in record["faults"] if row["fault"].startswith("none")] == ["nothing", "nothing"]
     shown = {row["fault"] for row in record["faults"]} - {"none", "none, stored as fp8"}
     assert shown == CAUGHT_BY.keys() - {"embedding as head"}, "its head is its embedding"
@@ -191,7 +202,7 @@ def test_prefix_cache_and_chunked_prefill(case, monkeypatch):
         body = {"input_ids": next(iter(case.samples.values()))["input_ids"].tolist(), "sampling_params": {"max_new_tokens": 1, "custom_params": {"eyas_capture": "x"}}}
         answer = httpx.post(f"{second.url}/generate", timeout=120, json=body).json()
         assert "prefix cache or chunked prefill is on" in answer["meta_info"]["eyas_capture"][0]["error"]
-        monkeypatch.setattr(eyas.parity, "server_up", lambda *args, **kwargs: contextlib.nullcontext(second))
+        monkeypatch.setattr(eyas.parity.certify, "server_up", lambda *args, **kwargs: contextlib.nullcontext(second))
         record = certify(case.config, case.server, case.store, case.target, case.prompts, full=True)
     assert record["passed"] and {row["how"] for row in record["tests"][3]["rows"]} == {"another batch", "decoding", "prefix cache", "chunked prefill"}
 
@@ -387,12 +398,12 @@ def test_memory_of_the_reference(tmp_path, monkeypatch):
     """By parameters, in float32 and in bfloat16, however few bytes the files pack them into."""
     target = load_target(str(make_tiny_target(tmp_path / "model", n_blocks=2, seed=1)))
     n = sum(weight.numel() for weight in target.causal_lm(torch.float32).parameters())
-    assert eyas.parity.n_parameters(target.folder) == n
+    assert eyas.parity.references.n_parameters(target.folder) == n
     (tmp_path / "packed").mkdir()
     for name, weights in (("a", {"up.weight_packed": torch.zeros(8, 4, dtype=torch.int32), "up.weight_scale": torch.zeros(8, 1).bfloat16()}), ("b", {"down.weight": torch.zeros(3, 5).to(torch.float8_e4m3fn)})):
         save_file(weights, tmp_path / "packed" / f"{name}.safetensors")
-    assert eyas.parity.n_parameters(tmp_path / "packed") == 8 * 32 + 8 + 15, "eight 4-bit weights in each int32"
-    monkeypatch.setattr(eyas.parity.psutil, "virtual_memory", lambda: SimpleNamespace(available=6 * n - 1))
+    assert eyas.parity.references.n_parameters(tmp_path / "packed") == 8 * 32 + 8 + 15, "eight 4-bit weights in each int32"
+    monkeypatch.setattr(eyas.parity.references.psutil, "virtual_memory", lambda: SimpleNamespace(available=6 * n - 1))
     with pytest.raises(EyasError, match="the reference of model takes"):
         HuggingFace(target, 1)
 

@@ -6,17 +6,18 @@ import os
 import pytest
 import torch
 
+from eyas.capture.plan import Plan, make_plan
 from eyas.cli import main
-from eyas.config import RUN_PARTS, Config
-from eyas.drafter import FILE
+from eyas.config import Config
+from eyas.data_folder import list_runs, look, remove
 from eyas.errors import EyasError
-from eyas.files import write_json, write_safetensors
-from eyas.plan import Plan, make_plan
-from eyas.prompts import encode, load_prompts
-from eyas.serve import started_ticks
-from eyas.store import Rows
-from eyas.target import Head, load_target
-from eyas.trash import list_runs, look, remove
+from eyas.files import RUN_PARTS, write_json, write_safetensors
+from eyas.models.drafter import FILE
+from eyas.models.target import Head, load_target
+from eyas.prompts.chat_template import encode
+from eyas.prompts.prompt_set import load_prompts
+from eyas.server.serve import started_ticks
+from eyas.store.reader import Rows
 from stores import write_store
 from test_crashes import write_prompts
 from tiny import make_tiny_target

@@ -13,14 +13,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from eyas import cli, prompts
-from eyas.errors import EyasError
+from eyas import cli
+from eyas.capture.extract import _encode_all, make_manifest
 from eyas.config import Config
-from eyas.extract import _encode_all, make_manifest
+from eyas.errors import EyasError
 from eyas.files import ROOT, read_json, sha256_file, sha256_json
-from eyas.prompt_topics import TOPICS
-from eyas.prompts import Conversation, build_prompts, encode, load_prompts
-from eyas.target import load_target, with_kwargs
+from eyas.models.target import load_target, with_kwargs
+from eyas.prompts import build, chat_template, prompt_set, responses
+from eyas.prompts.build import build_prompts
+from eyas.prompts.chat_template import encode
+from eyas.prompts.prompt_set import Conversation, load_prompts
+from eyas.prompts.topics import TOPICS
 from tiny import CHAT_TEMPLATE
 
 SHIPPED = ROOT / "data_manifests" / "eyas_chat.jsonl"
@@ -91,7 +94,7 @@ def test_the_set_is_large_varied_and_repeats():
     assert 1550 <= len(built) <= 1700 and len({c.id for c in built}) == len(built)
     assert len({json.dumps(c.messages) for c in built}) == len(built)
     assert min(Counter(c.category for c in built).values()) >= 100 and len({c.category for c in built}) >= 12
-    assert all(c.messages[-1]["role"] == "user" and prompts.SAFE_ID.fullmatch(c.id) for c in built)
+    assert all(c.messages[-1]["role"] == "user" and prompt_set.SAFE_ID.fullmatch(c.id) for c in built)
     assert not any(set("{}") & set(m["content"]) for c in built for m in c.messages)  # an unfilled place
 
 
@@ -115,7 +118,7 @@ def test_a_leak_is_found():
     built = build_prompts(0)
     name = next(c.topic for c in built if c.split == "heldout")
     leaky = Conversation("leaky", "chat", "tea", "train", tuple(turns(f"What do you think about {name.upper()}?")))
-    assert prompts.heldout_leaks([*built, leaky]) == [(name, "leaky")]
+    assert build.heldout_leaks([*built, leaky]) == [(name, "leaky")]
 
 
 def test_the_shipped_set_is_the_built_one():
@@ -200,7 +203,7 @@ def test_several_files_by_a_pattern(tmp_path):
 
 def test_a_unicode_line_separator_in_a_text_is_no_line_end(tmp_path):
     written = [conversation(turns("Hi", "a\u2028b\x85c"))]
-    assert load_prompts(prompts.write_prompts(tmp_path / "p.jsonl", written)).conversations == written
+    assert load_prompts(prompt_set.write_prompts(tmp_path / "p.jsonl", written)).conversations == written
 
 
 def test_more_conversations_are_others_on_the_same_topics():
@@ -215,11 +218,11 @@ def test_more_conversations_are_others_on_the_same_topics():
 
 def test_build_does_not_overwrite_responses(tmp_path):
     path = tmp_path / "p.jsonl"
-    assert "1600 conversations, 160 of held-out topics" in prompts.build_file(path, 0)
-    prompts.build_file(path, 0)
+    assert "1600 conversations, 160 of held-out topics" in build.build_file(path, 0)
+    build.build_file(path, 0)
     path.write_text(line())
     with pytest.raises(EyasError, match="holds responses already"):
-        prompts.build_file(path, 0)
+        build.build_file(path, 0)
 
 
 def test_conversations_of_others_become_a_prompt_set(tmp_path, capsys):
@@ -243,7 +246,7 @@ def test_conversations_of_others_become_a_prompt_set(tmp_path, capsys):
     heldout, train = ({m["content"] for c in made[0] if c.split == split for m in c.messages if m["role"] == "user"} for split in ("heldout", "train"))
     assert len(heldout) == 10 and not heldout & train  # of 101 different questions
     with pytest.raises(EyasError, match="is there already"):
-        prompts.import_file(tmp_path / "a.json", tmp_path / "a.json.out", 0.1, 0)
+        prompt_set.import_file(tmp_path / "a.json", tmp_path / "a.json.out", 0.1, 0)
 
 
 # ---- token ids and masks
@@ -295,7 +298,7 @@ def test_the_end_of_a_cut_answer_is_not_supervised(tokenizer):
 def test_prompt_and_answer_are_never_merged(tokenizer):
     """The server sees the prompt alone, so its last token must stay what it is; the whole text at once gives another one here."""
     messages = turns("Two lines.", "  first")
-    prompt = prompts.prompt_ids(messages[:1], tokenizer, "x")
+    prompt = chat_template.prompt_ids(messages[:1], tokenizer, "x")
     sample = encode(conversation(messages), tokenizer, 512)
     assert sample.input_ids[: len(prompt)].tolist() == prompt and sample.loss_mask[len(prompt)] and not sample.loss_mask[: len(prompt)].any()
     assert tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False)) != sample.input_ids.tolist()
@@ -323,7 +326,7 @@ def test_what_a_thinking_model_wrote_and_nothing_else_is_supervised(template, kw
     answer = tokenizer.encode(messages[-1]["content"])
     if kwargs:
         with_template(with_kwargs(template, kwargs))
-    assert prompts.prompt_ids(messages[:-1], tokenizer, "x") == prompt and prompts.end_of_turn(tokenizer) == 2
+    assert chat_template.prompt_ids(messages[:-1], tokenizer, "x") == prompt and chat_template.end_of_turn(tokenizer) == 2
     sample = encode(conversation([*messages[:-1], messages[-1] | {"finish": finish}]), tokenizer, 512)
     n = len(prompt) + len(answer) + 1
     assert sample.input_ids[:n].tolist() == [*prompt, *answer, 2] and tokenizer.decode(sample.input_ids[n:]).strip() == ""
@@ -381,7 +384,7 @@ def test_template_variables_are_those_of_apply_chat_template(kwargs, with_templa
     assert with_kwargs(template, spelled) == tokenizer.chat_template
     own, changed = embedded.tokenizer(), load_target("embedded", chat_template_kwargs=json.dumps(kwargs)).tokenizer()
     assert own.chat_template == CHAT_TEMPLATE and changed.chat_template == with_kwargs(CHAT_TEMPLATE, spelled)
-    assert prompts.template_hash(changed) != prompts.template_hash(own) == sha256_json(CHAT_TEMPLATE)
+    assert chat_template.template_hash(changed) != chat_template.template_hash(own) == sha256_json(CHAT_TEMPLATE)
 
 
 def test_a_store_says_its_template_variables_and_those_before_it_say_none(embedded):
@@ -442,11 +445,11 @@ def test_masks_of_zeros_and_ones_without_markers(with_template):
 
 
 def test_hashes_tell_templates_and_tokenizers_apart(tokenizer, with_template):
-    own = prompts.template_hash(tokenizer)
-    vocabulary = prompts.tokenizer_hash(tokenizer)
+    own = chat_template.template_hash(tokenizer)
+    vocabulary = chat_template.tokenizer_hash(tokenizer)
     tokenizer(["a", "a longer text"], padding=True)  # leaves a padding state behind
-    assert prompts.tokenizer_hash(tokenizer) == vocabulary
-    assert prompts.template_hash(with_template(CHATML)) != own
+    assert chat_template.tokenizer_hash(tokenizer) == vocabulary
+    assert chat_template.template_hash(with_template(CHATML)) != own
 
 
 # ---- the shipped responses
@@ -460,16 +463,16 @@ def test_shipped_responses_agree_with_their_manifest(tokenizer):
     assert manifest["conversations"] == {"total": len(shipped), **Counter(c.split for c in shipped)}
     assert manifest["responses"]["total"] == len(answers) == sum(m["role"] == "user" for c in shipped for m in c.messages)
     assert manifest["responses"]["finish"] == Counter(m["finish"] for m in answers)
-    assert manifest["template_hash"] == prompts.template_hash(tokenizer) and manifest["tokenizer_hash"] == prompts.tokenizer_hash(tokenizer)
+    assert manifest["template_hash"] == chat_template.template_hash(tokenizer) and manifest["tokenizer_hash"] == chat_template.tokenizer_hash(tokenizer)
     for c in shipped[::20]:
         sample = encode(c, tokenizer, 2048)
         assert supervised(sample, tokenizer) == [m["content"] + "<|im_end|>" * (m["finish"] == "stop") for m in c.messages if m["role"] == "assistant"]
 
 
 def test_repeated_bigrams():
-    assert prompts.repeated_bigrams([1, 2, 3]) == (0, 2)
-    assert prompts.repeated_bigrams([1, 2, 1, 2, 1]) == (2, 4)  # 12 21 12 21
-    assert prompts.repeated_bigrams([7]) == prompts.repeated_bigrams([]) == (0, 0)
+    assert chat_template.repeated_bigrams([1, 2, 3]) == (0, 2)
+    assert chat_template.repeated_bigrams([1, 2, 1, 2, 1]) == (2, 4)  # 12 21 12 21
+    assert chat_template.repeated_bigrams([7]) == chat_template.repeated_bigrams([]) == (0, 0)
 
 
 # ---- generating, when things fail. The fake speaks SGLang's /server_info and /generate; the real server is in test_server_*.py
@@ -523,7 +526,7 @@ class FakeServer:
 @pytest.fixture
 def generating(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("EYAS_DATA", str(tmp_path / "data"))
-    monkeypatch.setattr(prompts, "ATTEMPTS", 2)
+    monkeypatch.setattr(responses, "ATTEMPTS", 2)
     folder = tmp_path / "model"
     folder.mkdir()
     target = SimpleNamespace(name="fake", folder=folder, fingerprint="f" * 64, config_hash="c" * 64, tokenizer=lambda: tokenizer)
@@ -540,7 +543,7 @@ def generating(tokenizer, tmp_path, monkeypatch):
 
 
 def run(generating, server, max_new_tok=16):
-    return prompts.generate_responses(server.url, generating.target, generating.asked, max_new_tok, 2, generating.out)
+    return responses.generate_responses(server.url, generating.target, generating.asked, max_new_tok, 2, generating.out)
 
 
 def test_refused_conversations_are_named_and_only_those_are_asked_again(generating):
@@ -610,13 +613,13 @@ def test_answers_made_with_other_template_variables_are_not_taken(generating, to
     assert manifest["chat_template_kwargs"] == json.loads(kwargs) and all(tokenizer.decode(r["input_ids"]).endswith("assistant\n<think>\n\n</think>\n\n") for r in server.requests)
     made = load_prompts(generating.out)
     assert supervised(encode(made.conversations[1], tokenizer, 512), tokenizer) == ["Well, hello.<|im_end|>"]
-    prompts.check_responses(made, generating.target, tokenizer)
+    responses.check_responses(made, generating.target, tokenizer)
     with_template(THINKS)
     with pytest.raises(EyasError, match=re.escape(f"next: -p chat_template_kwargs '{kwargs}'")):
-        prompts.check_responses(made, generating.target, tokenizer)
-    prompts.check_responses(made, SimpleNamespace(name="another", fingerprint="0" * 64), tokenizer)  # its answers are not this target's own
+        responses.check_responses(made, generating.target, tokenizer)
+    responses.check_responses(made, SimpleNamespace(name="another", fingerprint="0" * 64), tokenizer)  # its answers are not this target's own
     generating.out.with_suffix(".json").write_text("[1]")
-    prompts.check_responses(made, generating.target, tokenizer)
+    responses.check_responses(made, generating.target, tokenizer)
 
 
 def test_no_server_and_another_model(generating, tmp_path):
@@ -625,7 +628,7 @@ def test_no_server_and_another_model(generating, tmp_path):
     with pytest.raises(EyasError, match="serves model; expected the target fake"):
         run(generating, server)
     with pytest.raises(EyasError, match="no answer from"):
-        prompts.generate_responses("http://127.0.0.1:9", generating.target, generating.asked, 16, 2, generating.out)
+        responses.generate_responses("http://127.0.0.1:9", generating.target, generating.asked, 16, 2, generating.out)
 
 
 def test_kill_9_of_the_client(generating, tokenizer, tmp_path):
@@ -633,11 +636,11 @@ def test_kill_9_of_the_client(generating, tokenizer, tmp_path):
     hold = threading.Event()
     server = generating.start(fail=lambda number: 200 if number <= 3 or hold.wait(30) else 200)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    code = ("import sys, types; from eyas import prompts; from transformers import AutoTokenizer; from pathlib import Path; "
+    code = ("import sys, types; from eyas.prompts import prompt_set, responses; from transformers import AutoTokenizer; from pathlib import Path; "
             "url, tok, folder, asked, out = sys.argv[1:]; t = AutoTokenizer.from_pretrained(tok); "
             "target = types.SimpleNamespace(name='fake', folder=Path(folder), fingerprint='f' * 64, config_hash='c' * 64, tokenizer=lambda: t); "
-            "prompts.generate_responses(url, target, prompts.load_prompts(asked).conversations, 16, 1, out)")
-    asked = prompts.write_prompts(tmp_path / "asked.jsonl", generating.asked)
+            "responses.generate_responses(url, target, prompt_set.load_prompts(asked).conversations, 16, 1, out)")
+    asked = prompt_set.write_prompts(tmp_path / "asked.jsonl", generating.asked)
     client = subprocess.Popen([sys.executable, "-c", code, server.url, str(tmp_path / "tokenizer"), str(generating.target.folder), str(asked), str(generating.out)])
     try:
         while len(server.requests) < 4:
@@ -671,7 +674,7 @@ def test_responses_of_another_target_are_kept_where_new_ones_take_their_place(ge
     generating.out.write_text(own)
     run(generating, server)
     assert (generating.out.parent / "earlier-2" / "p.jsonl").read_text() == own
-    prompts.write_prompts(generating.out, [c.questions() for c in generating.asked])
+    prompt_set.write_prompts(generating.out, [c.questions() for c in generating.asked])
     generating.out.with_suffix(".json").unlink()
     run(generating, server)
     assert not (generating.out.parent / "earlier-3").exists()

@@ -14,11 +14,15 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from eyas import pages, progress, report, reuse, runner
+from eyas import progress
 from eyas.config import Config
 from eyas.errors import EyasError
+from eyas.evaluation import verdict
 from eyas.files import ROOT, read_json, write_json
-from eyas.serve import started_ticks
+from eyas.report import notebook as runner
+from eyas.report import pages, reuse
+from eyas.report import run as report
+from eyas.server.serve import started_ticks
 
 FIGURE = """# Figure: a line that rises
 import matplotlib.pyplot as plt
@@ -291,8 +295,8 @@ def test_what_is_reached(tmp_path, monkeypatch):
     shutil.copytree(reuse.LIBRARY, library, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(reuse, "LIBRARY", library)
 
-    def changed(module: str, before: str, after: str, cells=("from eyas import plots", "from eyas.certificate import verdict as v; plots.plot_lengths(v)"), elsewhere=()) -> set[str]:
-        path, was = library / f"{module}.py", reuse.reached(list(cells), list(elsewhere))
+    def changed(module: str, before: str, after: str, cells=("from eyas.report import plots", "from eyas.store.certificate import verdict as v; plots.plot_lengths(v)"), elsewhere=()) -> set[str]:
+        path, was = library / f"{module.replace('.', '/')}.py", reuse.reached(list(cells), list(elsewhere))
         text = path.read_text()
         assert text.count(before) == 1
         path.write_text(text.replace(before, after))
@@ -300,12 +304,12 @@ def test_what_is_reached(tmp_path, monkeypatch):
         path.write_text(text)
         return {name for name in was.keys() | now.keys() if was.get(name) != now.get(name)}
 
-    assert changed("certificate", "tests, {len(record", "test, {len(record") == {"eyas.certificate.verdict"}
-    assert changed("certificate", "passed (5 tests, 12 samples).", "other words") == set()
-    assert changed("certificate", 'return store.folder / "parity.json"', 'return store.folder / "other.json"') == set(), "verdict does not come to it"
-    assert changed("plots", "def _axes(", "def _axes(other=0, *, ") == {"eyas.plots._axes"}, "by way of plot_lengths"
-    assert changed("walk", "def walk(", "def walk(other, ") == set()
-    assert changed("walk", "def walk(", "def walk(other, ", elsewhere=["eyas.train.train"]) == {"eyas.walk.walk"}, "in another process"
+    assert changed("store.certificate", "tests, {len(record", "test, {len(record") == {"eyas.store.certificate.verdict"}
+    assert changed("store.certificate", "passed (5 tests, 12 samples).", "other words") == set()
+    assert changed("store.certificate", 'return store.folder / "parity.json"', 'return store.folder / "other.json"') == set(), "verdict does not come to it"
+    assert changed("report.plots", "def _axes(", "def _axes(other=0, *, ") == {"eyas.report.plots._axes"}, "by way of plot_lengths"
+    assert changed("evaluation.offline", "def walk(", "def walk(other, ") == set()
+    assert changed("evaluation.offline", "def walk(", "def walk(other, ", elsewhere=["eyas.training.trainer.train"]) == {"eyas.evaluation.offline.walk"}, "in another process"
     assert changed("config", 'epochs: float = _doc(', 'epoch: float = _doc(', cells=["from eyas.config import Config; Config.create()"]) == set(), "settings count as parameters"
     assert changed("config", 'return self.out_dir / "export"', 'return self.out_dir / "exported"', cells=["from eyas.config import Config"] + ["Config.create()"]) == {"eyas.config.Config"}
 
@@ -318,10 +322,10 @@ def test_what_the_notebooks_read(path, embedded, monkeypatch):
     assert work.declared and work.minutes >= 1 and all(isinstance(reuse.content(name, work.config), str) for name in work.writes)
     code = work.inputs()
     assert {f"-p {name}" for name in declared} <= code.keys() and {"torch", "its code"} <= code.keys()
-    found = {"01": "eyas.serve.server_up", "02": "eyas.extract.extract", "03": "eyas.stats.probes", "04": "eyas.ttt.batch_loss", "05": "eyas.decode.speculative", "06": "eyas.sweep.gather"}
+    found = {"01": "eyas.server.serve.server_up", "02": "eyas.capture.extract.extract", "03": "eyas.inspection.stats.probes", "04": "eyas.training.ttt.batch_loss", "05": "eyas.evaluation.decode.speculative", "06": "eyas.studies.sweep.gather"}
     assert any(name.startswith(found[path.stem[:2]]) for name in code), found
     assert all(reuse.content(name, work.config) != reuse.ABSENT for name in work.reads if name.startswith("notebooks/") or name == "server")
-    assert not [name for name in code if name.startswith(("eyas.pages.notebook_page", "eyas.pages.page", "eyas.index", "eyas.report._write"))], "a new look is no reason to run"
+    assert not [name for name in code if name.startswith(("eyas.report.pages.notebook_page", "eyas.report.pages.page", "eyas.report.index", "eyas.report.run._write"))], "a new look is no reason to run"
 
 
 def test_how_long_it_will_take(tmp_path):
@@ -344,7 +348,7 @@ def test_stopped_and_killed(tmp_path):
     notebook(folder, "import os, subprocess, time\nfrom eyas.files import data_dir, write_text\n"
              "write_text(data_dir() / 'pids', f\"{os.getpid()} {subprocess.Popen(['sleep', '300'], start_new_session=True).pid}\")\ntime.sleep(120)", name="02_long")
     settings, reports = profile(tmp_path, "run_name: tiny\n"), tmp_path / "reports"
-    code = f"from pathlib import Path; from eyas.report import run_report; run_report({settings!r}, folder=Path({str(folder)!r}), reports=Path({str(reports)!r}))"
+    code = f"from pathlib import Path; from eyas.report.run import run_report; run_report({settings!r}, folder=Path({str(folder)!r}), reports=Path({str(reports)!r}))"
     mark, said = tmp_path / "eyas-data" / "pids", tmp_path / "said"
     for signs, state in (((signal.SIGINT, signal.SIGINT), "interrupted"), ((signal.SIGHUP,), "interrupted"), ((signal.SIGKILL,), "running")):
         mark.unlink(missing_ok=True)
@@ -374,7 +378,7 @@ def test_stopped_and_killed(tmp_path):
 
 def test_a_server_that_somebody_else_started_stays(tmp_path):
     """By hand: neither a notebook nor the run takes it down. One that a run left which was killed: the next one does, at its start."""
-    folder = notebook(tmp_path / "notebooks", "from eyas.config import Config\nfrom eyas.serve import find_server\nserver = find_server(Config.create(run_name=run_name))\n"
+    folder = notebook(tmp_path / "notebooks", "from eyas.config import Config\nfrom eyas.server.serve import find_server\nserver = find_server(Config.create(run_name=run_name))\n"
                       "server and server.done()\nprint('server:', server and server.owner)")
     server_dir = Config.create(run_name="tiny").server_dir
     for owner, stays in (("hand", True), ("report 1", False)):
@@ -403,11 +407,11 @@ def until(condition, seconds: float) -> None:
 
 def test_machine_paths():
     home = os.path.expanduser("~")
-    text = f"File \x1b[32m{ROOT}/lib/eyas/train.py:12\x1b[39m in {ROOT}; {sys.prefix}/bin/python; see {home}/x and lib{home}; {ROOT}ed"
+    text = f"File \x1b[32m{ROOT}/lib/eyas/training/trainer.py:12\x1b[39m in {ROOT}; {sys.prefix}/bin/python; see {home}/x and lib{home}; {ROOT}ed"
     cleaned = pages.without_machine_paths({"a": [text], "image/png": str(ROOT)})
     assert cleaned["image/png"] == str(ROOT)
     longer = re.sub(f"^{re.escape(tempfile.gettempdir())}/", "tmp/", f"{ROOT}ed")  # another folder, beside this one
-    assert cleaned["a"] == [f"File \x1b[32mlib/eyas/train.py:12\x1b[39m in .; .venv/bin/python; see ~/x and lib{home}; {longer}"]
+    assert cleaned["a"] == [f"File \x1b[32mlib/eyas/training/trainer.py:12\x1b[39m in .; .venv/bin/python; see ~/x and lib{home}; {longer}"]
 
 
 @pytest.mark.parametrize(("low", "high", "identical", "word"), [
@@ -416,7 +420,7 @@ def test_machine_paths():
 ])
 def test_verdict(low, high, identical, word):
     ratio = {"value": 1.0 if low is None else (low + high) / 2, "low": low, "high": high, "prompts": 24}
-    assert pages.verdict({"speed_ratio": ratio, "identical_float32": identical}).startswith(word)
+    assert verdict.verdict({"speed_ratio": ratio, "identical_float32": identical}).startswith(word)
 
 
 def interval(value, low, high):

@@ -12,28 +12,44 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from eyas.cli import main
+from eyas.config import Config
+from eyas.errors import EyasError
+from eyas.evaluation import decode, verdict
+from eyas.evaluation.acceptance import Prompt, measure
+from eyas.evaluation.decode import TargetStream, greedy_decode
+from eyas.evaluation.offline import against_decoding, run_walk
+from eyas.evaluation.served import (
+    Served,
+    check,
+    check_or_reason,
+    our_decoding,
+    round_trip,
+    round_trip_table,
+    same_settings,
+    side_table,
+    sides,
+    summarise,
+    walked_prompts,
+)
+from eyas.evaluation.served_client import Answer, read_answer
+from eyas.evaluation.served_counting import agree, compare_prompts, count
+from eyas.evaluation.served_diagnosis import cause_table, causes, checkpoint_causes, with_faults
+from eyas.evaluation.served_throughput import read_throughput
+from eyas.files import ROOT, read_json, write_json
+from eyas.models.drafter import Drafter, ImportedConfig, load_drafter, save_drafter
+from eyas.models.export import WRITTEN_FOR, export_sglang, export_speculators
+from eyas.models.import_drafter import import_drafter
+from eyas.models.layer_ids import engine_boundaries
+from eyas.models.target import load_target
+from eyas.report import plots, summary
+from eyas.report import run as report
+from eyas.server.serve import serving_up
+from eyas.store.reader import Rows
 from stores import write_store
 from taught import make_prompts, teach
 from tiny import make_tiny_target
-
-from eyas import decode, plots, report, summary
-from eyas.acceptance import Prompt, measure
-from eyas.cli import main
-from eyas.config import Config
-from eyas.decode import TargetStream, greedy_decode
-from eyas.drafter import Drafter, ImportedConfig, load_drafter, save_drafter
-from eyas.errors import EyasError
-from eyas.export import WRITTEN_FOR, engine_boundaries, export_sglang, export_speculators
-from eyas.files import ROOT, read_json, write_json
-from eyas.imported import import_drafter
-from eyas.serve import serving_up
-from eyas.served import (
-    Answer, Served, agree, cause_table, causes, check, check_or_reason, checkpoint_causes, compare_prompts, count, our_decoding, read_answer, read_throughput, round_trip, round_trip_table,
-    same_settings, side_table, sides, summarise, walked_prompts, with_faults,
-)
-from eyas.store import Rows
-from eyas.target import load_target
-from eyas.walk import against_decoding, run_walk
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import serving as serving_benchmark
@@ -289,7 +305,7 @@ def test_the_page_of_a_drafter_that_sglang_cannot_serve(world, tmp_path, monkeyp
     monkeypatch.setattr(report, "_parity_sentence", lambda config: "not asked")
     names = {"config": run, "target": target, "drafter": drafter, "prompts": prompts, "store": store, "walked": run_walk(run, drafter, store), "record": acceptance.record}
     exec("\n".join(line for line in cells_from("")[2].splitlines() if "import" in line), names)
-    exec("from eyas import acceptance as accepting", names)
+    exec("from eyas.evaluation import acceptance as accepting", names)
     capsys.readouterr()
     for cell in cells_from("exported("):
         exec(cell, names)
@@ -300,7 +316,7 @@ def test_the_page_of_a_drafter_that_sglang_cannot_serve(world, tmp_path, monkeyp
     assert list(cause_table(names["served"].record)["found"]) == [reason + ": its residual stream starts in front of the norm"]
     assert list(round_trip_table(names["served"].record)["served"]) == ["not served"]
     told = report.headline(run)
-    assert told["served"] is None and told["not_served"].startswith(reason) and summary.verdict(told) in said
+    assert told["served"] is None and told["not_served"].startswith(reason) and verdict.verdict(told) in said
     assert summary.served({**told}).startswith(f"not served: {reason}") and summary.served_lead({"headline": told}).startswith(f"Not served: {reason}")
     command = next(line for line in said.splitlines() if line.startswith("next: python -m eyas export"))
     assert main(shlex.split(command)[4:]) == 0 and (run.export_dir / "vllm" / "config.json").is_file()
@@ -355,7 +371,7 @@ def test_throughput_belongs_to_a_drafter(world, monkeypatch):
     assert [row["ratio"]["value"] for row in found["ratios"]] == [4.5 / 2, 4.5 / 8]
     told = report.headline(run)
     assert told["served_throughput"]["value"] == 2.25 and told["served_throughput"]["at"][1]["value"] == 0.5625 and told["served_throughput"]["prompts"] == 16
-    assert summary.verdict(told).startswith("Serve it at 1 request at a time, don't serve it at 4 requests at a time: 2.25 times the tokens per second")
+    assert verdict.verdict(told).startswith("Serve it at 1 request at a time, don't serve it at 4 requests at a time: 2.25 times the tokens per second")
     ax = plots.plot_throughput(found["ratios"])
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["1", "4"] and list(ax.lines[1].get_ydata()) == [2.25, 0.5625]
     other, said = read_throughput(dataclasses.replace(run, speculative_num_steps=2))

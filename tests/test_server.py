@@ -17,17 +17,26 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
-import eyas.serve
+import eyas.server.serve
+from eyas.capture.extract import capture, extract
+from eyas.capture.verify import repair, verify
 from eyas.config import Config
 from eyas.errors import EyasError
-from eyas.extract import capture, chosen, extract
 from eyas.files import ROOT, read_parquet, seal
-from eyas.orphans import still_running
-from eyas.parity import Asked
-from eyas.prompts import Sample, encode, load_prompts
-from eyas.serve import LIMITS, Server, check_for_capture, find_server, need_servers, server_up, started_ticks
-from eyas.store import Store
-from eyas.verify import repair, verify
+from eyas.parity.references import Asked
+from eyas.processes import still_running
+from eyas.prompts.chat_template import Sample, encode
+from eyas.prompts.prompt_set import chosen, load_prompts
+from eyas.server.serve import (
+    LIMITS,
+    Server,
+    check_for_capture,
+    find_server,
+    need_servers,
+    server_up,
+    started_ticks,
+)
+from eyas.store.reader import Store
 
 pytestmark = pytest.mark.server
 BOUNDARIES = (2, 15, 27, 30)
@@ -219,10 +228,10 @@ def test_a_free_port_that_was_taken_meanwhile_costs_a_new_start(tmp_path, monkey
     """
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and doesn't listen: not seen before
-        port, free, given = taken.getsockname()[1], eyas.serve._free_port, []
-        monkeypatch.setattr(eyas.serve, "_free_port", lambda: given.append(free() if given else port) or given[-1])
+        port, free, given = taken.getsockname()[1], eyas.server.serve._free_port, []
+        monkeypatch.setattr(eyas.server.serve, "_free_port", lambda: given.append(free() if given else port) or given[-1])
         config = Config(run_name="port", server_timeout_s=60)
-        up = functools.partial(eyas.serve._up, command=lambda port: ([sys.executable, "-c", code, str(port)], {}), folder=tmp_path, tied=True)
+        up = functools.partial(eyas.server.serve._up, command=lambda port: ([sys.executable, "-c", code, str(port)], {}), folder=tmp_path, tied=True)
         server = up(config)
         try:
             assert len(given) == 2 and server.url == f"http://127.0.0.1:{given[1]}" and httpx.get(f"{server.url}/health").status_code == 200
@@ -324,10 +333,10 @@ def test_a_store_of_another_target_or_setting_is_refused_by_the_field(server, em
 
 
 def test_too_little_disk_is_said_before_the_first_request(server, embedded, monkeypatch):
-    import eyas.plan
+    import eyas.capture.plan
 
     config = profile(server, run_name="full")
-    monkeypatch.setattr(eyas.plan, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(eyas.capture.plan, "free_bytes", lambda folder: 1000)
     before = server[1].status()["capture"]["captured"]
     with pytest.raises(EyasError, match="the disk of the store.* has 0.977 KiB free"):
         extract(config, need_servers(config), embedded, load_prompts(config.prompt_path))
@@ -398,10 +407,10 @@ def test_a_server_whose_record_cannot_be_written_is_not_left(tmp_path, monkeypat
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(eyas.serve, "write_json", full)
+    monkeypatch.setattr(eyas.server.serve, "write_json", full)
     mark = f"sleep 600 # {tmp_path}"
     with pytest.raises(OSError, match="No space"):
-        eyas.serve._start(["bash", "-c", mark], {}, 1, tmp_path, tied=True)
+        eyas.server.serve._start(["bash", "-c", mark], {}, 1, tmp_path, tied=True)
     assert not [p for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
 
 

@@ -15,19 +15,20 @@ import httpx
 import pytest
 import torch
 from scipy.stats import chisquare
+
+from eyas.config import Config
+from eyas.errors import EyasError
+from eyas.evaluation import decode
+from eyas.evaluation.decode import EagleDraft, greedy_decode, speculative_decode
+from eyas.evaluation.served import check, check_serve_dtype
+from eyas.files import ROOT, read_json, write_json
+from eyas.models.export import export_sglang
+from eyas.models.target import load_target
+from eyas.prompts.chat_template import encode
+from eyas.prompts.prompt_set import load_prompts
+from eyas.server.serve import SERVING_CHUNK_TOK, server_command, serving_up
 from taught import make_prompts, teach
 from tiny import make_tiny_target
-
-from eyas import decode
-from eyas.config import Config
-from eyas.decode import EagleDraft, greedy_decode, speculative_decode
-from eyas.errors import EyasError
-from eyas.export import export_sglang
-from eyas.files import ROOT, read_json, write_json
-from eyas.prompts import encode, load_prompts
-from eyas.serve import SERVING_CHUNK_TOK, server_command, serving_up
-from eyas.served import check, check_serve_dtype
-from eyas.target import load_target
 
 BOUNDARIES, NEW_TOK = (1, 3, 4), 30
 server = pytest.mark.server

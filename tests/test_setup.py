@@ -74,7 +74,7 @@ def test_sglang_itself_accepts_the_gpu_pins():
 def test_every_import_of_the_library_is_a_declared_dependency():
     declared = set(pins(project()["dependencies"]))
     providers = importlib.metadata.packages_distributions()
-    for path in sorted((ROOT / "lib" / "eyas").glob("*.py")):
+    for path in sorted((ROOT / "lib" / "eyas").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
             for module in {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - {"eyas"}:

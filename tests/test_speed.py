@@ -5,15 +5,25 @@ import json
 import pandas as pd
 import pytest
 import torch
+
+from eyas.config import Config
+from eyas.evaluation import decode, speed
+from eyas.evaluation.acceptance import Prompt, measure
+from eyas.evaluation.decode import Draft, EagleDraft, Step, Trace, greedy_decode, speculative_decode
+from eyas.evaluation.speed import (
+    Setting,
+    cost_table,
+    decoding_ratio,
+    grid,
+    model_speed,
+    predict,
+    replay,
+    step_seconds,
+    verdict,
+)
+from eyas.models.target import load_target
 from taught import make_prompts, teach
 from tiny import make_tiny_target
-
-from eyas import decode, speed
-from eyas.acceptance import Prompt, measure
-from eyas.config import Config
-from eyas.decode import Draft, EagleDraft, Step, Trace, greedy_decode, speculative_decode
-from eyas.speed import Setting, cost_table, decoding_ratio, grid, model_speed, predict, replay, step_seconds, verdict
-from eyas.target import load_target
 
 BOUNDARIES = (1, 3, 6)
 NEW_TOK = 24

@@ -11,10 +11,11 @@ import torch
 
 matplotlib.use("Agg")
 
-from eyas import plots, stats
 from eyas.errors import EyasError
-from eyas.store import Rows
-from eyas.target import Head
+from eyas.inspection import stats
+from eyas.models.target import Head
+from eyas.report import plots
+from eyas.store.reader import Rows
 from stores import write_store
 
 HEAD = Head(torch.ones(2), torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]), 1e-6)  # V = 3

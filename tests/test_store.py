@@ -19,13 +19,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import eyas.files
+from eyas.capture.verify import repair, verify
 from eyas.errors import EyasError
-from eyas.extract import write_data_config
 from eyas.files import is_sealed, read_json, read_parquet, seal, write_safetensors
-from eyas.plan import last_run
-from eyas.store import Planned, Rows, Store, StoreDamaged, StoreWriter, content_hash, from_fp8, lock_for_reading, read_index, to_fp8
-from eyas.target import Head
-from eyas.verify import repair, verify
+from eyas.models.target import Head
+from eyas.store.reader import (
+    Planned,
+    Rows,
+    Store,
+    StoreDamaged,
+    content_hash,
+    from_fp8,
+    lock_for_reading,
+    read_index,
+    to_fp8,
+)
+from eyas.store.summary import last_run, write_data_config
+from eyas.store.writer import StoreWriter
 from stores import write_store
 
 H, BOUNDARIES = 16, (1, 3, 4)
@@ -118,7 +128,7 @@ def test_a_reader_of_some_boundaries_reads_only_their_bytes(tmp_path):
     write_store(tmp_path / "store", manifest, head(), [sample], 2**30)
     code = textwrap.dedent("""
         import re, sys
-        from eyas.store import Store
+        from eyas.store.reader import Store
         store = Store.open(sys.argv[1])
         kept = store.read("s", (3, 15, 27))
         assert all((rows == b).all() for b, rows in kept["states"].items())
@@ -427,7 +437,7 @@ def test_a_store_on_a_read_only_disk_is_verified(tmp_path, monkeypatch):
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(eyas.store.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "No locks available")))
+    monkeypatch.setattr(eyas.store.reader.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "No locks available")))
     with pytest.raises(EyasError, match="can't be locked: No locks available.*EYAS_DATA"):
         StoreWriter(tmp_path / "store", MANIFEST, head(), 1000)
 

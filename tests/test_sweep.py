@@ -12,21 +12,32 @@ import numpy as np
 import pandas as pd
 import psutil
 import pytest
-import stores
 import torch
-from tiny import make_tiny_target
 
-from eyas import layers, sweep
+import stores
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.files import ROOT, read_json, write_json
+from eyas.inspection.stats import Tokens
 from eyas.intervals import difference_interval
-from eyas.layers import Foresight, compare, forward_selection, label, named_choices, pair_map, shortlist, stored_bytes
-from eyas.report import NOTEBOOKS, declared_parameters
-from eyas.stats import Tokens
-from eyas.store import Rows, Store
-from eyas.sweep import Sweep, keep
-from eyas.target import Head, load_target
+from eyas.models.target import Head, load_target
+from eyas.report.notebook import declared_parameters
+from eyas.report.run import NOTEBOOKS
+from eyas.store.reader import Rows, Store
+from eyas.studies import boundaries as layers
+from eyas.studies import sweep
+from eyas.studies.boundaries import (
+    Foresight,
+    compare,
+    forward_selection,
+    label,
+    named_choices,
+    pair_map,
+    shortlist,
+    stored_bytes,
+)
+from eyas.studies.sweep import Sweep, keep
+from tiny import make_tiny_target
 
 N_BLOCKS, H = 8, 64
 
@@ -256,8 +267,8 @@ def test_kept_counts_and_problems(data, target):
 DRIVER = """
 import json, sys
 from eyas.config import Config
-from eyas.store import Store
-from eyas.sweep import Sweep
+from eyas.store.reader import Store
+from eyas.studies.sweep import Sweep
 config = Config.create(**json.loads(sys.argv[1]))
 with Sweep(config, Store.open(config.store_dir)) as sweep:
     for member in sweep.run([{"boundaries": b, "seed": 0} for b in ((2, 4), (99,), (5,), (1, 7), (2, 4))]):

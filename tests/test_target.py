@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from tiny import CHAT_TEMPLATE, make_tiny_target
 
-from eyas import target as module
-from eyas.boundaries import check_boundaries, default_boundaries
 from eyas.errors import EyasError
 from eyas.files import read_json, sha256_file, write_json
-from eyas.target import EMBEDDED_MANIFEST, load_target
+from eyas.models import target as module
+from eyas.models.boundaries import check_boundaries, default_boundaries
+from eyas.models.target import EMBEDDED_MANIFEST, load_target
+from tiny import CHAT_TEMPLATE, make_tiny_target
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import eyas.team
+import eyas.training.workers
 from eyas.errors import EyasError
-from eyas.team import Team, shared
+from eyas.training.workers import Team, shared
 
 
 class Member:
@@ -90,7 +90,7 @@ def test_shared_memory_keeps_value_shape_and_dtype():
 
 FAULTS = """
 import resource, torch
-from eyas.team import freed_memory_kept
+from eyas.training.workers import freed_memory_kept
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -107,7 +107,7 @@ print(faults())
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc, whose allocator this is about")
 def test_freed_memory_is_kept_inside_and_given_back_behind():
-    environment = {**os.environ, "PYTHONPATH": str(Path(eyas.team.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(eyas.__file__).parents[1])}
     inside, behind = map(int, subprocess.run([sys.executable, "-c", FAULTS], env=environment, capture_output=True, text=True, check=True).stdout.split())
     assert inside < 0.1 * behind, "page faults of ten large tensors"
 
@@ -115,7 +115,7 @@ def test_freed_memory_is_kept_inside_and_given_back_behind():
 FIRST = """
 import os, time
 from test_team import Member
-from eyas.team import Team
+from eyas.training.workers import Team
 
 team = Team(Member(), 3)
 print(*team.each("note", 0.0), flush=True)
@@ -125,7 +125,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_process_outlives_the_first(how):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(eyas.team.__file__).parents[1]), str(Path(__file__).parent)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(eyas.__file__).parents[1]), str(Path(__file__).parent)])}
     process = subprocess.Popen([sys.executable, "-c", FIRST], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
     try:
         pids = [int(pid) for pid in process.stdout.readline().split()]
@@ -140,7 +140,7 @@ def test_no_process_outlives_the_first(how):
 
 def test_interrupted_from_the_keyboard_the_first_alone_says_so():
     """Ctrl-C reaches the whole group; a traceback of every process would bury the one that counts."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(eyas.team.__file__).parents[1]), str(Path(__file__).parent)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(eyas.__file__).parents[1]), str(Path(__file__).parent)])}
     process = subprocess.Popen([sys.executable, "-c", FIRST], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
     process.stdout.readline()
     os.killpg(process.pid, signal.SIGINT)

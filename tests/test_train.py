@@ -17,23 +17,26 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_drafter import BOUNDARIES, H, SHAPE, V, make_drafter, make_sample
-import stores
-from tiny import make_tiny_target
 
-import eyas.train
-import eyas.ttt
+import eyas.training.attention
+import eyas.training.head_loss
+import eyas.training.trainer
+import stores
 from eyas.config import Config
-from eyas.drafter import load_drafter
 from eyas.errors import EyasError
-from eyas.store import Rows, Store
-from eyas.target import load_target
-from eyas.losses import LOSSES
-from eyas.target import Head
-from eyas.train import Training, deal, plan, schedule, train
+from eyas.evaluation.offline import walk
 from eyas.files import code_version
-from eyas.ttt import Losses, Teacher, batch_loss, pack, step_weights
-from eyas.walk import walk
+from eyas.models.drafter import load_drafter
+from eyas.models.target import Head, load_target
+from eyas.store.reader import Rows, Store
+from eyas.training.batch import pack
+from eyas.training.head_loss import Teacher
+from eyas.training.losses import LOSSES
+from eyas.training.schedule import deal, plan, schedule
+from eyas.training.trainer import Training, train
+from eyas.training.ttt import Losses, batch_loss, step_weights
+from test_drafter import BOUNDARIES, SHAPE, H, V, make_drafter, make_sample
+from tiny import make_tiny_target
 
 # ---- the loss and its gradient: one slot, one step, one key at a time, full attention, from the definition
 
@@ -173,8 +176,8 @@ def assert_equal_losses(ours, reference):
 @pytest.mark.parametrize("n_steps", range(1, 8))
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 def test_loss_and_gradients_equal_the_reference(masks, n_steps, monkeypatch):
-    monkeypatch.setattr(eyas.ttt, "LOGIT_ROWS", 7)  # more than one chunk, the last one cut
-    monkeypatch.setattr(eyas.ttt, "PIECE_ROWS", 3)
+    monkeypatch.setattr(eyas.training.head_loss, "LOGIT_ROWS", 7)  # more than one chunk, the last one cut
+    monkeypatch.setattr(eyas.training.head_loss, "PIECE_ROWS", 3)
     assert_equal_losses(*both_losses(masks, n_steps, decay=0.8))
 
 
@@ -198,7 +201,7 @@ def test_every_loss_equals_the_reference(loss, n_steps):
 def test_attention_without_the_fused_kernel_is_the_same(monkeypatch):
     """What runs where the CPU's kernel is not: the plain formulas, with the same joint log-sum-exp."""
     fused = both_losses(MASKS["packed"], 4, 0.8)[0]
-    monkeypatch.setattr(eyas.ttt, "FUSED_ON", ())
+    monkeypatch.setattr(eyas.training.attention, "FUSED_ON", ())
     plain = both_losses(MASKS["packed"], 4, 0.8)[0]
     assert plain[1] == pytest.approx(fused[1], abs=1e-9)
     for name, grad in fused[-1].items():
@@ -321,7 +324,7 @@ def config_for(**values) -> Config:
 ], ids=str)  # fmt: skip
 def test_passes_and_threads_change_nothing(data, store, target, monkeypatch, change, settings):
     """A step cut into passes is the step: same order of samples, same slots, weights and held-out losses that differ by rounding alone; threads repeat bit for bit."""
-    monkeypatch.setattr(eyas.train, "JUDGED", 1)  # more groups of held-out samples than processes
+    monkeypatch.setattr(eyas.training.trainer, "JUDGED", 1)  # more groups of held-out samples than processes
     drafters, tables = [], []
     for name, values in (("whole", {}), ("passes", change), ("again", change)):
         folder = train(config_for(**{"run_name": name, "train_dtype": "float32", "batch_tok": 128, **settings, **values}), store, target)
@@ -339,11 +342,11 @@ def test_passes_and_threads_change_nothing(data, store, target, monkeypatch, cha
 RANKS = """
 import sys
 from pathlib import Path
-from eyas import ranks
+from eyas.training import distributed as ranks
 from eyas.config import Config
-from eyas.store import Store
-from eyas.target import load_target
-from eyas.train import Training, train
+from eyas.store.reader import Store
+from eyas.models.target import load_target
+from eyas.training.trainer import Training, train
 judge, judged = Training._judge, []
 Training._judge = lambda self, keys: judged.extend(keys) or judge(self, keys)
 train(Config.create(**eval(sys.argv[1])), Store.open(sys.argv[2]), load_target(sys.argv[3]))
@@ -358,7 +361,7 @@ def test_two_ranks_give_the_result_of_one(data, store, target, tmp_path, paralle
     single = load_drafter(train(Config.create(**values, run_name="single", epochs=3.0), store, target), target).state_dict()
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
-    environment = {**os.environ, "PYTHONPATH": str(Path(eyas.train.__file__).parents[1]), "EYAS_DATA": str(data), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(eyas.__file__).parents[1]), "EYAS_DATA": str(data), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run([*command, repr(values | {"run_name": "two", "epochs": 3.0}), str(store.folder), str(target.folder), str(tmp_path)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -412,12 +415,12 @@ def test_a_seed_repeats_bit_for_bit(data, store, target, dtype):
 KILLED = """
 import os, signal, sys
 import torch
-import eyas.train
+import eyas.training.trainer
 from eyas.config import Config
-from eyas.store import Store
-from eyas.target import load_target
-from eyas.train import Training, train
-eyas.train.METRICS_S = 0.0  # the metrics are ahead of the last checkpoint
+from eyas.store.reader import Store
+from eyas.models.target import load_target
+from eyas.training.trainer import Training, train
+eyas.training.trainer.METRICS_S = 0.0  # the metrics are ahead of the last checkpoint
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -467,7 +470,7 @@ def killed(target, tmp_path_factory):
     assert [epoch for epoch, _ in plan(lengths_of(store), 2.0, 64, 0)] == [0] * ENDS[0] + [1] * (ENDS[1] - ENDS[0])
     configs = {name: config_for(run_name=name.replace(" ", "-").replace("'", ""), epochs=2.0, threads=threads, checkpoint_steps=2) for name, (_, _, threads, _) in KILLS.items()}
     cases = {name: (KILLS[name][0], KILLS[name][1], config.changed) for name, config in configs.items()}
-    environment = {**os.environ, "PYTHONPATH": str(Path(eyas.train.__file__).parents[1]), "EYAS_DATA": str(folder / "data"), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(eyas.__file__).parents[1]), "EYAS_DATA": str(folder / "data"), "OMP_NUM_THREADS": "1"}
     process = subprocess.run([sys.executable, "-c", KILLED, repr(cases), str(store.folder), str(target.folder)], env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     assert [line for line in process.stdout.splitlines() if line.rpartition(" ")[0] in KILLS] == [f"{name} {-signal.SIGKILL}" for name in KILLS], process.stdout + process.stderr
@@ -645,7 +648,7 @@ def test_memory_that_runs_out_says_what_to_lower(data, store, target, monkeypatc
         raise error
 
     owner, _, name = where.rpartition(".")
-    monkeypatch.setattr(getattr(eyas.train, owner) if owner else eyas.train, name, full)
+    monkeypatch.setattr(getattr(eyas.training.trainer, owner) if owner else eyas.training.trainer, name, full)
     with pytest.raises(EyasError, match=text):
         train(config_for(eval_steps=1, threads=threads), store, target)
 
@@ -654,7 +657,7 @@ def test_memory_for_other_processes_that_is_not_there(data, store, target, monke
     def full(*_):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(eyas.train, "shared", full)
+    monkeypatch.setattr(eyas.training.trainer, "shared", full)
     with pytest.raises(EyasError, match="memory ran out where 2 processes for the training were begun; .*-p threads 1"):
         train(config_for(threads=2), store, target)
 
@@ -667,7 +670,7 @@ def test_memory_for_other_processes_that_is_not_there(data, store, target, monke
 def test_which_errors_are_taken_for_memory(error, is_memory):
     raised = EyasError if is_memory else type(error)
     words = "found; expected less; next: lower it" if is_memory else re.escape(str(error))
-    with pytest.raises(raised, match=words), eyas.train.memory("found", "less", "lower it"):
+    with pytest.raises(raised, match=words), eyas.training.trainer.memory("found", "less", "lower it"):
         raise error
 
 

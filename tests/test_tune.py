@@ -13,16 +13,32 @@ import pytest
 import torch
 from scipy.stats import ttest_1samp
 
+from eyas.capture.extract import SampleError
 from eyas.cli import main
 from eyas.config import PROFILES, Config
 from eyas.errors import EyasError
-from eyas.extract import SampleError
 from eyas.files import ROOT, read_json, seal, write_json, write_text
-from eyas.plots import plot_tuning
-from eyas.prompts import load_prompts
-from eyas.serve import server_command, server_up
-from eyas.target import Target, load_target
-from eyas.tune import Bench, Rows, Search, _check_rows, find_result, how_to_tune, moved, noise_bound, options, paired_ratio, profile_text, summary, trials_table, tune, verdict
+from eyas.models.target import Target, load_target
+from eyas.prompts.prompt_set import load_prompts
+from eyas.report.plots import plot_tuning
+from eyas.server.serve import server_command, server_up
+from eyas.studies.server_settings import (
+    Bench,
+    Rows,
+    Search,
+    _check_rows,
+    find_result,
+    how_to_tune,
+    moved,
+    noise_bound,
+    options,
+    paired_ratio,
+    profile_text,
+    summary,
+    trials_table,
+    tune,
+    verdict,
+)
 from test_crashes import write_prompts
 from tiny import make_tiny_target
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eyas.errors import EyasError
-from eyas.vocab import DraftVocab, choose_vocab, count_tokens, coverage
+from eyas.models.vocab import DraftVocab, choose_vocab, count_tokens, coverage
 
 
 def test_most_frequent_kept_lower_ids_first_among_equals():

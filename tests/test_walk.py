@@ -8,18 +8,28 @@ import pytest
 import torch
 
 import stores
+from eyas.config import Config
+from eyas.errors import EyasError
+from eyas.evaluation.acceptance import DRAFTER, SAMPLED, Acceptance, Prompt
+from eyas.evaluation.decode import EagleDraft, TargetStream, Trace, load_model, speculative_decode
+from eyas.evaluation.offline import (
+    against_decoding,
+    agreement,
+    expected_walk,
+    jump,
+    leading_hits,
+    overlaps,
+    run_walk,
+    sampled_walk,
+    walk,
+    walk_texts,
+)
+from eyas.models.drafter import DraftCache, Drafter, DrafterConfig
+from eyas.models.target import Head, load_target
+from eyas.models.vocab import DraftVocab
+from eyas.store.reader import Rows, Store
 from taught import make_prompts, teach
 from tiny import make_tiny_target
-
-from eyas.acceptance import DRAFTER, SAMPLED, Acceptance, Prompt
-from eyas.config import Config
-from eyas.decode import EagleDraft, TargetStream, Trace, load_model, speculative_decode
-from eyas.drafter import DraftCache, Drafter, DrafterConfig
-from eyas.errors import EyasError
-from eyas.store import Rows, Store
-from eyas.target import Head, load_target
-from eyas.vocab import DraftVocab
-from eyas.walk import against_decoding, agreement, expected_walk, jump, leading_hits, overlaps, run_walk, sampled_walk, walk, walk_texts
 
 BOUNDARIES = (1, 3, 4)
 HIDDEN, VOCAB, LENGTH = 16, 40, 3
@@ -217,7 +227,7 @@ def test_offline_minus_real_by_hand(data, drafter, monkeypatch):
     drawn = pd.DataFrame({"id": ["x", "a"], "method": SAMPLED, "verify_steps": [1, 5], "accepted": [0, 2]})
     acceptance = Acceptance({}, prompts, drawn, {"float32": {DRAFTER: [Trace(tokens, []) for tokens in texts.values()], SAMPLED: [Trace([3], []), Trace([4], [])]}})
     own = []
-    monkeypatch.setattr("eyas.walk.walk_texts", lambda target, drafter, *rest: own.append(rest) or pd.DataFrame({"accepted": [1.5, 0.5], "verify_steps": [1.0, 3.0], "all_hits": 1, "all_slots": 1}))
+    monkeypatch.setattr("eyas.evaluation.offline.walk_texts", lambda target, drafter, *rest: own.append(rest) or pd.DataFrame({"accepted": [1.5, 0.5], "verify_steps": [1.0, 3.0], "all_hits": 1, "all_slots": 1}))
     made = [Prompt("a", "x", [7]), Prompt("c", "x", [8]), Prompt("x", "x", [9])]
     found = against_decoding(config, None, drafter, store, made, acceptance)
     assert found == json.loads((config.acceptance_dir / "offline.json").read_text())

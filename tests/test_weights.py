@@ -3,13 +3,13 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_target import refused
-from tiny import make_tiny_target
 
 from eyas import cli
 from eyas.files import read_json, write_json
-from eyas.target import load_target
-from eyas.weights import compare
+from eyas.models.target import load_target
+from eyas.models.weights import compare
+from test_target import refused
+from tiny import make_tiny_target
 
 BLOCK = "model.layers.3.mlp.down_proj.weight"
 
@@ -198,5 +198,5 @@ def test_a_comparison_that_cannot_be_made_is_said(data, tmp_path, capsys):
 def test_the_comparison_is_made_once(data, tmp_path, monkeypatch):
     folder = make_tiny_target(tmp_path / "tiny", n_blocks=7)
     first = load_target(str(folder))
-    monkeypatch.setattr("eyas.target.compare", lambda *_: pytest.fail("compared a second time"))
+    monkeypatch.setattr("eyas.models.target.compare", lambda *_: pytest.fail("compared a second time"))
     assert load_target(str(folder)).weights == first.weights

@@ -1,6 +1,6 @@
 """A tiny target for unit tests: a random Llama (or Qwen3, or a mixture of experts) with a byte-level BPE tokenizer, made in about a second.
 
-It is a complete Hugging Face folder (ChatML tokens, SmolLM2's chat template, untied head, bfloat16), so Hugging Face, `eyas.target` and
+It is a complete Hugging Face folder (ChatML tokens, SmolLM2's chat template, untied head, bfloat16), so Hugging Face, `eyas.models.target` and
 SGLang load it like any other. Norm weights are random too: one left at 1 would hide a norm that is forgotten.
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from eyas.errors import EyasError, takes_settings
 from eyas.files import RUN_PARTS
-from eyas.layer_ids import ENGINES
+from eyas.models.layer_ids import ENGINES
 
 EXIT_BROKEN_PIPE = 141  # what a shell gives for a program that SIGPIPE ended
 
@@ -34,7 +34,7 @@ def _profile(args) -> int:
 def _server(args) -> int:
     import json
 
-    from eyas import serve
+    from eyas.server import serve
 
     config = _config(args)
     if args.action == "command":
@@ -61,31 +61,32 @@ def _server(args) -> int:
 
 def _prompts_build(args) -> int:
     from eyas.files import ROOT
-    from eyas.prompts import build_file
+    from eyas.prompts.build import build_file
 
     print(build_file(args.path or ROOT / "data_manifests" / "eyas_chat.jsonl", args.seed, args.more))
     return 0
 
 
 def _prompts_import(args) -> int:
-    from eyas.prompts import import_file
+    from eyas.prompts.prompt_set import import_file
 
     print(import_file(args.file, args.path, args.heldout_share, args.seed))
     return 0
 
 
 def _prompts_show(args) -> int:
-    from eyas.prompts import load_prompts, show
+    from eyas.prompts.prompt_set import load_prompts, show
 
     print(show(load_prompts(_config(args).prompt_path)))
     return 0
 
 
 def _prompts_generate(args) -> int:
+    from eyas.models.target import target_of
     from eyas.progress import Progress
-    from eyas.prompts import generate_responses, load_prompts
-    from eyas.serve import need_server
-    from eyas.target import target_of
+    from eyas.prompts.prompt_set import load_prompts
+    from eyas.prompts.responses import generate_responses
+    from eyas.server.serve import need_server
 
     config = _config(args)
     if not config.generate_responses and not config.prompt_path.is_file() and "*" in config.prompt_path.name:
@@ -101,8 +102,8 @@ def _prompts_generate(args) -> int:
 
 
 def _report(args) -> int:
-    from eyas import report
     from eyas.files import read_json
+    from eyas.report import run as report
 
     names = tuple(n for n in _config(args).notebooks.split() if n >= (args.start or ""))
     if not names:
@@ -136,14 +137,15 @@ def _job(args) -> int:
 
 
 def _index(args) -> int:
-    from eyas import report
+    from eyas.report import run as report
 
     print(report.write_index(args.out or report.REPORTS))
     return 0
 
 
 def _summary(args) -> int:
-    from eyas import report, summary
+    from eyas.report import run as report
+    from eyas.report import summary
 
     print(summary.markdown(report.read_report(args.run_name, args.out or report.REPORTS)), end="")
     return 0
@@ -163,17 +165,17 @@ def _doctor(args) -> int:
 
 
 def _target(args) -> int:
-    from eyas.target import target_of
+    from eyas.models.target import target_of
 
     print(target_of(_config(args)))
     return 0
 
 
 def _extract(args) -> int:
-    from eyas.extract import extract
-    from eyas.prompts import load_prompts
-    from eyas.serve import need_servers
-    from eyas.target import target_of
+    from eyas.capture.extract import extract
+    from eyas.models.target import target_of
+    from eyas.prompts.prompt_set import load_prompts
+    from eyas.server.serve import need_servers
 
     config = _config(args)
     summary = extract(config, need_servers(config), target_of(config), load_prompts(config.answered_path), args.retry_failed, args.anyway)
@@ -182,36 +184,36 @@ def _extract(args) -> int:
 
 
 def _plan(args) -> int:
-    from eyas.plan import make_plan
+    from eyas.capture.plan import make_plan
 
     print(make_plan(_config(args)))
     return 0
 
 
 def _data(args) -> int:
-    from eyas import trash
+    from eyas import data_folder
 
     if args.action == "list":
-        runs = trash.list_runs()
+        runs = data_folder.list_runs()
         print(runs.to_string(index=False) if len(runs) else "no runs yet")
         return 0
-    removal = trash.look(args.run_name, RUN_PARTS if args.part == "all" else (args.part,))
+    removal = data_folder.look(args.run_name, RUN_PARTS if args.part == "all" else (args.part,))
     print(f"{removal}" + (f"; the drafter of run {', '.join(removal.named_by)} was trained from it" if removal.named_by else ""))
     if not args.yes:
         print(f"nothing removed yet; the same command with --yes{' --force' if removal.named_by else ''} removes it")
         return 0
-    trash.remove(removal, args.force)
+    data_folder.remove(removal, args.force)
     print("removed")
     return 0
 
 
 def _verify(args) -> int:
-    from eyas.extract import chosen, extract
-    from eyas.prompts import load_prompts
-    from eyas.serve import need_servers
-    from eyas.store import Store
-    from eyas.target import target_of
-    from eyas.verify import repair, verify
+    from eyas.capture.extract import extract
+    from eyas.capture.verify import repair, verify
+    from eyas.models.target import target_of
+    from eyas.prompts.prompt_set import chosen, load_prompts
+    from eyas.server.serve import need_servers
+    from eyas.store.reader import Store
 
     config = _config(args)
     target, prompts = target_of(config), load_prompts(config.answered_path)
@@ -240,11 +242,11 @@ def _verify(args) -> int:
 
 
 def _parity(args) -> int:
-    from eyas.parity import certify, summary
-    from eyas.prompts import load_prompts
-    from eyas.serve import need_servers
-    from eyas.store import Store
-    from eyas.target import target_of
+    from eyas.models.target import target_of
+    from eyas.parity.certify import certify, summary
+    from eyas.prompts.prompt_set import load_prompts
+    from eyas.server.serve import need_servers
+    from eyas.store.reader import Store
 
     config = _config(args)
     store = Store.open(config.store_dir)
@@ -255,9 +257,9 @@ def _parity(args) -> int:
 
 
 def _store_export(args) -> int:
-    from eyas.boundaries import boundaries_of
-    from eyas.formats import export_store
-    from eyas.store import Store
+    from eyas.models.boundaries import boundaries_of
+    from eyas.store.formats.exporting import export_store
+    from eyas.store.reader import Store
 
     config = _config(args)
     store = Store.open(config.store_dir)
@@ -267,8 +269,8 @@ def _store_export(args) -> int:
 
 
 def _store_import(args) -> int:
-    from eyas.formats import import_store
-    from eyas.target import target_of
+    from eyas.models.target import target_of
+    from eyas.store.formats.importing import import_store
 
     config = _config(args)
     imported = import_store(config, target_of(config), args.format, args.source, args.norm, args.heldout_every)
@@ -283,22 +285,22 @@ def _store_import(args) -> int:
 
 
 def _train(args) -> int:
-    from eyas import ranks
-    from eyas.store import Store
-    from eyas.target import target_of
-    from eyas.train import summary, train
+    from eyas.models.target import target_of
+    from eyas.store.reader import Store
+    from eyas.training import distributed
+    from eyas.training.trainer import summary, train
 
     config = _config(args)
     train(config, Store.open(config.store_dir), target_of(config))
-    if ranks.RANK == 0:
+    if distributed.RANK == 0:
         print(summary(config))
     return 0
 
 
 def _sweep(args) -> int:
-    from eyas.layers import run_study, summary
-    from eyas.store import Store
-    from eyas.target import target_of
+    from eyas.models.target import target_of
+    from eyas.store.reader import Store
+    from eyas.studies.boundaries import run_study, summary
 
     config = _config(args)
     study = run_study(config, Store.open(config.store_dir), target_of(config))
@@ -307,9 +309,9 @@ def _sweep(args) -> int:
 
 
 def _tune(args) -> int:
-    from eyas.prompts import load_prompts
-    from eyas.target import target_of
-    from eyas.tune import summary, tune, tuned_profile
+    from eyas.models.target import target_of
+    from eyas.prompts.prompt_set import load_prompts
+    from eyas.studies.server_settings import summary, tune, tuned_profile
 
     config = _config(args)
     result = tune(config, target_of(config), load_prompts(config.answered_path))
@@ -320,10 +322,10 @@ def _tune(args) -> int:
 
 
 def _walk(args) -> int:
-    from eyas.drafter import load_drafter
-    from eyas.store import Store
-    from eyas.target import target_of
-    from eyas.walk import run_walk, summary
+    from eyas.evaluation.offline import run_walk, summary
+    from eyas.models.drafter import load_drafter
+    from eyas.models.target import target_of
+    from eyas.store.reader import Store
 
     config = _config(args)
     store = Store.open(config.judged_store_dir)
@@ -332,10 +334,10 @@ def _walk(args) -> int:
 
 
 def _decode(args) -> int:
-    from eyas.acceptance import eval_prompts, measure
-    from eyas.drafter import load_drafter
-    from eyas.speed import model_speed, verdict
-    from eyas.target import target_of
+    from eyas.evaluation.acceptance import eval_prompts, measure
+    from eyas.evaluation.speed import model_speed, verdict
+    from eyas.models.drafter import load_drafter
+    from eyas.models.target import target_of
 
     config = _config(args)
     target = target_of(config)
@@ -347,22 +349,22 @@ def _decode(args) -> int:
 
 
 def _compare(args) -> int:
-    from eyas.acceptance import compare_runs, comparison_text
+    from eyas.evaluation.acceptance import compare_runs, comparison_text
 
     print(comparison_text(compare_runs(_config(args))))
     return 0
 
 
 def _export(args) -> int:
-    from eyas.layer_ids import SGLANG, round_trip, round_trip_text
+    from eyas.models.layer_ids import SGLANG, round_trip, round_trip_text
 
     if args.table:
         print(f"A target of {args.blocks} blocks (--blocks N):\n" + round_trip_text(round_trip(args.blocks)))
         return 0
-    from eyas.drafter import load_drafter
-    from eyas.export import export_sglang, export_speculators, made_from
-    from eyas.target import target_of
-    from eyas.train import weights_text
+    from eyas.models.drafter import load_drafter
+    from eyas.models.export import export_sglang, export_speculators, made_from
+    from eyas.models.target import target_of
+    from eyas.training.trainer import weights_text
 
     config = _config(args)
     target = target_of(config)
@@ -401,8 +403,8 @@ def _vllm_line(config, model: Path, folder: Path) -> str:
 
 
 def _import_drafter(args) -> int:
-    from eyas.imported import import_drafter
-    from eyas.target import target_of
+    from eyas.models.import_drafter import import_drafter
+    from eyas.models.target import target_of
 
     config = _config(args)
     given = config.boundaries if any(name == "boundaries" for name, _ in args.p or []) else ()
@@ -414,10 +416,10 @@ def _import_drafter(args) -> int:
 
 
 def _serve_check(args) -> int:
-    from eyas.acceptance import eval_prompts
-    from eyas.drafter import load_drafter
-    from eyas.served import check
-    from eyas.target import target_of
+    from eyas.evaluation.acceptance import eval_prompts
+    from eyas.evaluation.served import check
+    from eyas.models.drafter import load_drafter
+    from eyas.models.target import target_of
 
     config = _config(args)
     target = target_of(config)

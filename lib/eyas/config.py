@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from eyas.errors import EyasError
-from eyas.files import ROOT, RUN_PARTS, data_dir  # noqa: F401
+from eyas.files import ROOT, data_dir
 
 PROFILES = ROOT / "notebooks" / "profiles"
 

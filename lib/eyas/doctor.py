@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eyas import __version__
-from eyas.boundaries import MIN_BLOCKS, default_boundaries
 from eyas.errors import EyasError
 from eyas.files import ROOT, data_dir, read_json
-from eyas.layer_ids import SGLANG, engine_ids, round_trip, round_trip_text, rule
+from eyas.models.boundaries import MIN_BLOCKS, default_boundaries
+from eyas.models.layer_ids import SGLANG, engine_ids, round_trip, round_trip_text, rule
+from eyas.models.sglang_source import SETTER, architectures, family
 from eyas.progress import bytes_text
-from eyas.sglang_source import SETTER, architectures, family
 
 GIB = 2**30
 PLUGINS = {"eyas_capture": "sglang.srt.plugins", "eyas_cpu": "sglang.srt.platforms"}  # package -> entry-point group
@@ -117,7 +117,7 @@ def check_family(architecture: str) -> list[Check]:
     try:
         checks.append(Check("layer ids", True, f"rule {rule(SGLANG, architecture)!r} of {engine}"))
     except EyasError as error:
-        checks.append(Check("layer ids", False, error.found, "add it to FAMILIES of lib/eyas/layer_ids.py: the tests compare it with SGLang's own method"))
+        checks.append(Check("layer ids", False, error.found, "add it to FAMILIES of lib/eyas/models/layer_ids.py: the tests compare it with SGLang's own method"))
     return checks
 
 
@@ -154,7 +154,7 @@ def check_tokenizer(folder: Path, vocab_size: int) -> list[Check]:
     try:
         from transformers import AutoTokenizer
 
-        import eyas.prompts  # noqa: F401  needs packages too
+        import eyas.prompts.prompt_set  # noqa: F401  needs packages too
     except ImportError as error:
         return [Check("tokenizer", None, f"not looked at: {error}")]
     again = "copy the tokenizer's files of the model, chat_template.jinja among them, into its folder"
@@ -171,8 +171,9 @@ def check_template(tokenizer, again: str) -> list[Check]:
 
     A template that thinks is asked with thoughts in the answers, and with its thinking switched off.
     """
-    from eyas.prompts import Conversation, encode, thinking_switch
-    from eyas.target import with_kwargs
+    from eyas.models.target import with_kwargs
+    from eyas.prompts.chat_template import encode, thinking_switch
+    from eyas.prompts.prompt_set import Conversation
 
     own, texts = tokenizer.chat_template, ("What is 2 + 2?", "It is 4.", "And 3 + 3?", "6, of course.")
 
@@ -230,7 +231,7 @@ def check_names(folder: Path, config: dict) -> list[Check]:
     if not any(folder.glob("*.safetensors")):
         return []
     try:
-        from eyas.weights import COPY_COMMAND, compare, few
+        from eyas.models.weights import COPY_COMMAND, compare, few
     except ImportError as error:
         return [Check("weights' names", None, f"not compared with config.json: {error}")]
     try:
@@ -354,7 +355,7 @@ def check_memory(meminfo: str) -> Check:
 
 def check_target() -> Check:
     try:
-        from eyas.target import embedded_state
+        from eyas.models.target import embedded_state
     except ImportError as error:
         return Check("embedded target", False, f"not looked at: {error}", "install the packages first, as above")
     try:

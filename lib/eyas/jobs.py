@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -32,8 +31,8 @@ from eyas import progress
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.files import data_dir, read_json, write_json, write_text
-from eyas.orphans import still_running
-from eyas.serve import log_tail, shown, started_ticks
+from eyas.processes import still_running
+from eyas.server.serve import log_tail, shown, started_ticks
 
 COMMANDS = ("extract", "train", "sweep")
 POLL_S = 0.4
@@ -117,9 +116,9 @@ def start(config: Config, command: str) -> Job:
         write_text(job.folder / "settings.yaml", yaml.safe_dump(settings, sort_keys=False))
         arguments = [command, "--profile", str(job.folder / "settings.yaml")]
         with open(job.log, "wb") as log:
-            process = subprocess.Popen([sys.executable, "-u", "-m", "eyas.jobs", str(job.folder), *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen([sys.executable, "-u", "-m", "eyas.job_process", str(job.folder), *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            write_json(job.folder / "job.json", {"command": arguments, "pid": process.pid, "ticks": started_ticks(process.pid), "started": _now()})
+            write_json(job.folder / "job.json", {"command": arguments, "pid": process.pid, "ticks": started_ticks(process.pid), "started": now()})
         except BaseException:  # a full disk, an interrupt: nothing goes on of which nobody knows
             process.kill()
             raise
@@ -172,7 +171,7 @@ def stop(job: Job, patience_s: float = 60.0) -> bool:
             one.kill()
     still_running([*left, *family], 10.0)
     if job.end() is None:  # it had no time to say so
-        write_json(job.folder / "end.json", {"state": "stopped", "code": INTERRUPTED, "ended": _now()})
+        write_json(job.folder / "end.json", {"state": "stopped", "code": INTERRUPTED, "ended": now()})
     return True
 
 
@@ -199,7 +198,7 @@ def table(jobs: list[Job]) -> str:
     return "\n".join(f"{job.run_name:16} {job.command:8} {job.state:8} {job.record['started'][:16].replace('T', ' ')} UTC  {job.where()}" for job in jobs) or "no jobs yet"
 
 
-def _now() -> str:
+def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -234,35 +233,3 @@ def _print_new_lines(log: Path, at: int, all: bool) -> int:
     if new:
         print(new.decode(errors="replace"), end="", flush=True)
     return at + len(new)
-
-
-def _main(folder: Path, arguments: list[str]) -> int:
-    """Inside the job."""
-    from eyas.cli import build_parser
-
-    def interrupt(*_):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what follows puts things in order
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts one in the background has it ignored
-    progress.job_folder = folder
-    end = {"state": "failed", "code": 1}
-    try:
-        args = build_parser().parse_args(arguments)
-        end = {"state": "done", "code": args.run(args)}
-    except EyasError as error:
-        print(f"eyas: {error}", file=sys.stderr)
-        end = {"state": "failed", "code": 2, "found": error.found, "expected": error.expected, "next_command": error.next_command}
-    except (KeyboardInterrupt, SystemExit) as error:
-        if isinstance(error, KeyboardInterrupt) or error.code == signal.SIGTERM:  # which is what Ray's own handler raises
-            print("eyas: stopped", file=sys.stderr)
-            end = {"state": "stopped", "code": INTERRUPTED}
-    except BaseException:
-        traceback.print_exc()
-    write_json(folder / "end.json", end | {"ended": _now()})
-    return end["code"]
-
-
-if __name__ == "__main__":
-    raise SystemExit(_main(Path(sys.argv[1]), sys.argv[2:]))

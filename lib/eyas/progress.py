@@ -172,7 +172,7 @@ class Progress:
 
 
 class LiveFigure:
-    """A figure that is drawn anew every few seconds while a cell runs: call it as often as you like, e.g. as `on_step` of `eyas.train.train`.
+    """A figure that is drawn anew every few seconds while a cell runs: call it as often as you like, e.g. as `on_step` of `eyas.training.trainer.train`.
 
     `draw(table)` makes the figure (a matplotlib Axes) of the parquet file at `path`, once that is there. Outside a notebook nothing is drawn. `close`
     takes it away, so that a saved page has only the final ones.

@@ -8,11 +8,12 @@ has its prefill in `mla`. Whatever else comes (sliding window, cross-attention) 
 """
 
 import torch
-from eyas_cpu import mla
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch.nn.functional import scaled_dot_product_attention
+
+from eyas_cpu import mla
 
 
 def window(req_to_token, req_pool_indices, start, length: int) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Numbers about stored states, prompts, responses and vocabulary."""

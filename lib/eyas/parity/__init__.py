@@ -1,0 +1,1 @@
+"""Are a store's states the right ones? Checks, references, injected faults, the certificate."""

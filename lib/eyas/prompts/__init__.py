@@ -1,0 +1,1 @@
+"""Conversations, chat template, loss mask, responses."""

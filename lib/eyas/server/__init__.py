@@ -1,0 +1,1 @@
+"""Start, wait for, inspect and stop an SGLang server."""

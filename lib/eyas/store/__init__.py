@@ -1,0 +1,1 @@
+"""Hidden states on disk: reader, writer, other projects' formats, mixtures, the certificate."""

@@ -1,0 +1,1 @@
+"""Studies of many trainings or servers: boundaries, sweeps, server settings."""

@@ -1,0 +1,1 @@
+"""Train a drafter: trainer, training-time test, losses, workers, several processes."""
