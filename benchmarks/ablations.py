@@ -39,74 +39,169 @@ VARIANTS = {  # question -> variant -> settings; a list: each is tried, the best
     "mean of the loss": {"over the grid": [{"loss_mean": "grid"}]},
     "draft steps K": {f"{k}": [{"draft_steps": k}] for k in (1, 5, 7)},
     "weight of step i": {"0.8^i": [{"step_decay": 0.8}], "0.5^i": [{"step_decay": 0.5}]},
-    "norm before fc": {"one a boundary": [{"fc_norm": True}, {"fc_norm": True, "learning_rate": 1e-3}]},
-    "fed back": {"after the norm": [{"norm_output": True}, {"norm_output": True, "learning_rate": 1e-3}]},
-    "both": {f"after the norm, {decay}^i": [{"norm_output": True, "step_decay": decay}] for decay in (0.8, 0.5)},
-    "initial weights": {"random": [{"initial_weights": "random"}, {"initial_weights": "random", "learning_rate": 4e-3}]},
+    "norm before fc": {
+        "one a boundary": [{"fc_norm": True}, {"fc_norm": True, "learning_rate": 1e-3}]
+    },
+    "fed back": {
+        "after the norm": [{"norm_output": True}, {"norm_output": True, "learning_rate": 1e-3}]
+    },
+    "both": {
+        f"after the norm, {decay}^i": [{"norm_output": True, "step_decay": decay}]
+        for decay in (0.8, 0.5)
+    },
+    "initial weights": {
+        "random": [
+            {"initial_weights": "random"},
+            {"initial_weights": "random", "learning_rate": 4e-3},
+        ]
+    },
     "loss": {name: [{"loss": name}] for name in ("tv", "lk_alpha", "lk_lambda")},
-    "draft vocabulary D": {"2,048": [{"draft_vocab_size": 2048}], "8,192": [{"draft_vocab_size": 8192}], "all, 49,152": [{"draft_vocab_size": 49152}]},
-    "tokens a step": {"256": [{"batch_tok": 256}, {"batch_tok": 256, "learning_rate": 1e-3}], "1,024": [{"batch_tok": 1024}], "2,048": [{"batch_tok": 2048}, {"batch_tok": 2048, "learning_rate": 4e-3}]},
-}  # fmt: skip
+    "draft vocabulary D": {
+        "2,048": [{"draft_vocab_size": 2048}],
+        "8,192": [{"draft_vocab_size": 8192}],
+        "all, 49,152": [{"draft_vocab_size": 49152}],
+    },
+    "tokens a step": {
+        "256": [{"batch_tok": 256}, {"batch_tok": 256, "learning_rate": 1e-3}],
+        "1,024": [{"batch_tok": 1024}],
+        "2,048": [{"batch_tok": 2048}, {"batch_tok": 2048, "learning_rate": 4e-3}],
+    },
+}
 ONE_SEED = ("all, 49,152",)  # three times as slow
 BASE = "the base"
 BASE_SETTINGS = {  # plain EAGLE-3 as the papers have it, small, for many trainings on little text; the defaults of Config were chosen from what came out
-    "draft_vocab_size": 4096, "batch_tok": 512, "learning_rate": 2.0e-3, "draft_steps": 3, "step_decay": 1.0, "mask_shift": 1, "loss_mean": "slots", "loss": "kl", "fc_norm": False,
-    "norm_output": False, "initial_weights": "target",
-}  # fmt: skip
+    "draft_vocab_size": 4096,
+    "batch_tok": 512,
+    "learning_rate": 2.0e-3,
+    "draft_steps": 3,
+    "step_decay": 1.0,
+    "mask_shift": 1,
+    "loss_mean": "slots",
+    "loss": "kl",
+    "fc_norm": False,
+    "norm_output": False,
+    "initial_weights": "target",
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_arguments(parser)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, with --threads each")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="trainings at a time, with --threads each"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--response-tok", type=int, default=30_000)
-    parser.add_argument("--fp8-run", help="a run whose store holds the same samples in fp8 (extract -p store_fp8 true)")
+    parser.add_argument(
+        "--fp8-run",
+        help="a run whose store holds the same samples in fp8 (extract -p store_fp8 true)",
+    )
     parser.add_argument("--only", nargs="+", help="questions, e.g. mask loss")
     args = parser.parse_args()
     config, store, _ = load(args, **BASE_SETTINGS)
     ids = choose(store, "loss_tok", args.response_tok)
-    tried = {(question, name): settings for question, variants in VARIANTS.items() if not args.only or question in args.only for name, settings in variants.items()}
+    tried = {
+        (question, name): settings
+        for question, variants in VARIANTS.items()
+        if not args.only or question in args.only
+        for name, settings in variants.items()
+    }
     if args.fp8_run and (not args.only or "stored states" in args.only):
         tried["stored states", "fp8"] = [{"store_run": args.fp8_run}]
     tried = {(BASE, ""): [{}]} | tried
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+
         def start(settings: dict, seed: int):
             return pool.submit(result, args.out, dataclasses.asdict(config), settings, seed, ids)
 
-        first = {key: [start(settings, 0) for settings in options] for key, options in tried.items()}
-        best = {key: max(range(len(runs)), key=lambda n: length(runs[n].result())) for key, runs in first.items()}
-        later = {key: [start(tried[key][best[key]], seed) for seed in range(1, 1 if key[1] in ONE_SEED else args.seeds)] for key in tried}
-        tables = {key: [first[key][best[key]].result(), *(run.result() for run in later[key])] for key in tried}
-    pairs = {key: (sum(t["accepted"] + t["verify_steps"] for t in found), sum(t["verify_steps"] for t in found)) for key, found in tables.items()}
+        first = {
+            key: [start(settings, 0) for settings in options] for key, options in tried.items()
+        }
+        best = {
+            key: max(range(len(runs)), key=lambda n: length(runs[n].result()))
+            for key, runs in first.items()
+        }
+        later = {
+            key: [
+                start(tried[key][best[key]], seed)
+                for seed in range(1, 1 if key[1] in ONE_SEED else args.seeds)
+            ]
+            for key in tried
+        }
+        tables = {
+            key: [first[key][best[key]].result(), *(run.result() for run in later[key])]
+            for key in tried
+        }
+    pairs = {
+        key: (
+            sum(t["accepted"] + t["verify_steps"] for t in found),
+            sum(t["verify_steps"] for t in found),
+        )
+        for key, found in tables.items()
+    }
     rows = [
         {
-            "question": question, "variant": name, "settings": tried[question, name][best[question, name]], "by_seed": [float(length(t)) for t in tables[question, name]],
+            "question": question,
+            "variant": name,
+            "settings": tried[question, name][best[question, name]],
+            "by_seed": [float(length(t)) for t in tables[question, name]],
             "acceptance_length": ratio_interval(*pairs[question, name], 0).as_dict(),
-            "difference": None if question == BASE else difference_interval(pairs[question, name], pairs[BASE, ""], 0).as_dict(),
+            "difference": None
+            if question == BASE
+            else difference_interval(pairs[question, name], pairs[BASE, ""], 0).as_dict(),
         }
         for question, name in tried
-    ]  # fmt: skip
+    ]
     rows_seen = store.index[store.index["id"].isin(ids)]
     record = {
-        "code": code_version(), "target": store.manifest["target"]["name"], "samples": len(ids), "response_tok": int(rows_seen["loss_tok"].sum()), "heldout_samples": len(store.samples("heldout")),
-        "draft_length": DRAFT_LENGTH, "seeds": args.seeds, "base": {name: getattr(config, name) for name in SETTINGS if name != "seed"} | {"epochs": 1.0}, "rows": rows,
-    }  # fmt: skip
+        "code": code_version(),
+        "target": store.manifest["target"]["name"],
+        "samples": len(ids),
+        "response_tok": int(rows_seen["loss_tok"].sum()),
+        "heldout_samples": len(store.samples("heldout")),
+        "draft_length": DRAFT_LENGTH,
+        "seeds": args.seeds,
+        "base": {name: getattr(config, name) for name in SETTINGS if name != "seed"}
+        | {"epochs": 1.0},
+        "rows": rows,
+    }
     write_json(ROOT / "reports" / "ablations.json", record)
-    print(f"{record['samples']} samples, {record['response_tok']:,} response tokens, {record['heldout_samples']} held-out samples, walk of {DRAFT_LENGTH} drafts, {args.seeds} seeds\n")
-    print("| question | variant | settings | acceptance length | by seed | against the base |\n|---|---|---|---|---|---|")
+    print(
+        f"{record['samples']} samples, {record['response_tok']:,} response tokens, {record['heldout_samples']} held-out samples, walk of {DRAFT_LENGTH} drafts, {args.seeds} seeds\n"
+    )
+    print(
+        "| question | variant | settings | acceptance length | by seed | against the base |\n|---|---|---|---|---|---|"
+    )
     for row in rows:
         difference = interval_text(row["difference"]) if row["difference"] else ""
-        print(f"| {row['question']} | {row['variant']} | {', '.join(f'{k} {v}' for k, v in row['settings'].items())} | {interval_text(row['acceptance_length'])} | "
-              f"{', '.join(f'{value:.3f}' for value in row['by_seed'])} | {difference} |")
+        print(
+            f"| {row['question']} | {row['variant']} | {', '.join(f'{k} {v}' for k, v in row['settings'].items())} | {interval_text(row['acceptance_length'])} | "
+            f"{', '.join(f'{value:.3f}' for value in row['by_seed'])} | {difference} |"
+        )
 
 
 def result(out: Path, values: dict, settings: dict, seed: int, ids: list[str]) -> pd.DataFrame:
     """Counts of the walk, one row a held-out sample: from its file, or by training in a data folder that is thrown away."""
-    config = Config.create(**(values | {"epochs": 1.0, "seed": seed, "without_parity": True} | {k: v for k, v in settings.items() if k != "store_run"}))
-    store, target = Store.open(config.store_dir_of(settings.get("store_run", config.run_name))), target_of(config)
-    described = {"data": store.identity, "ids": sha256_json(sorted(ids)), "draft_length": DRAFT_LENGTH, "settings": {k: str(getattr(config, k)) for k in SETTINGS}}
+    config = Config.create(
+        **(
+            values
+            | {"epochs": 1.0, "seed": seed, "without_parity": True}
+            | {k: v for k, v in settings.items() if k != "store_run"}
+        )
+    )
+    store, target = (
+        Store.open(config.store_dir_of(settings.get("store_run", config.run_name))),
+        target_of(config),
+    )
+    described = {
+        "data": store.identity,
+        "ids": sha256_json(sorted(ids)),
+        "draft_length": DRAFT_LENGTH,
+        "settings": {k: str(getattr(config, k)) for k in SETTINGS},
+    }
     path = out / f"{sha256_json(described)[:24]}.json"
     if path.is_file():
         return pd.DataFrame(read_json(path)["counts"])
@@ -123,7 +218,10 @@ def result(out: Path, values: dict, settings: dict, seed: int, ids: list[str]) -
     train_s = time.perf_counter() - started_s
     counts = walk(drafter, store, heldout, DRAFT_LENGTH)
     write_json(path, described | {"train_s": train_s, "counts": counts.to_dict("list")})
-    print(f"{settings or BASE}, seed {seed}: {length(counts):.3f}; {train_s:.0f} s and {time.perf_counter() - started_s - train_s:.0f} s", flush=True)
+    print(
+        f"{settings or BASE}, seed {seed}: {length(counts):.3f}; {train_s:.0f} s and {time.perf_counter() - started_s - train_s:.0f} s",
+        flush=True,
+    )
     return counts
 
 

@@ -50,11 +50,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="eyas-", dir=os.environ.get("EYAS_DATA")) as folder:
         os.environ["EYAS_DATA"] = folder
         small = make_tiny_target(Path(folder) / "small", hidden=1024)
-        config = Config.load("demo", run_name="benchmark", train_samples=args.samples, heldout_samples=1)
+        config = Config.load(
+            "demo", run_name="benchmark", train_samples=args.samples, heldout_samples=1
+        )
         writing(embedded, config, Path(folder), args.rounds, args.store_mib)
         for target, boundaries in ((embedded, ()), (load_target(str(small)), (1, 2))):
             config = dataclasses.replace(config, target=str(target.folder), boundaries=boundaries)
-            print(f"-- {target.n_blocks} blocks of {target.hidden_size}, boundaries {list(boundaries_of(config, target.n_blocks).stored)}")
+            print(
+                f"-- {target.n_blocks} blocks of {target.hidden_size}, boundaries {list(boundaries_of(config, target.n_blocks).stored)}"
+            )
             with start(config, target, Path(folder)) as server:
                 serving(target, config, server, args.rounds, args.samples)
 
@@ -62,11 +66,21 @@ def main() -> None:
 def start(config: Config, target, folder: Path) -> Server:
     spool = folder / "spool"
     port = _free_port()
-    command, environment = server_command(config, target.folder, boundaries_of(config, target.n_blocks).stored, port, spool)
+    command, environment = server_command(
+        config, target.folder, boundaries_of(config, target.n_blocks).stored, port, spool
+    )
     with open(folder / "server.log", "wb") as log:
-        process = subprocess.Popen([*command, "--enable-return-hidden-states"], stdout=log, stderr=log, env=os.environ | environment, start_new_session=True)
+        process = subprocess.Popen(
+            [*command, "--enable-return-hidden-states"],
+            stdout=log,
+            stderr=log,
+            env=os.environ | environment,
+            start_new_session=True,
+        )
     (folder / "server.json").write_text("{}")
-    return Server(f"http://127.0.0.1:{port}", process.pid, started_ticks(process.pid), folder).wait(300)
+    return Server(f"http://127.0.0.1:{port}", process.pid, started_ticks(process.pid), folder).wait(
+        300
+    )
 
 
 def serving(target, config: Config, server: Server, rounds: int, n_samples: int) -> None:
@@ -76,7 +90,10 @@ def serving(target, config: Config, server: Server, rounds: int, n_samples: int)
     manifest = make_manifest(config, server.status(), target, prompts, tokenizer)
 
     def plain() -> float:
-        with httpx.Client(base_url=server.url, timeout=600, limits=LIMITS) as client, ThreadPoolExecutor(config.concurrency) as pool:
+        with (
+            httpx.Client(base_url=server.url, timeout=600, limits=LIMITS) as client,
+            ThreadPoolExecutor(config.concurrency) as pool,
+        ):
             started = time.perf_counter()
             list(pool.map(lambda s: ask(client, s), samples))
             return tok / (time.perf_counter() - started)
@@ -85,7 +102,9 @@ def serving(target, config: Config, server: Server, rounds: int, n_samples: int)
         many = [dataclasses.replace(s, id=f"{s.id}-{n}") for n in range(times) for s in samples]
         with tempfile.TemporaryDirectory() as folder:
             fleet = Fleet(config, [server], [server.status()])
-            writer = StoreWriter(Path(folder) / "store", manifest, target.head(), config.shard_mib * 2**20)
+            writer = StoreWriter(
+                Path(folder) / "store", manifest, target.head(), config.shard_mib * 2**20
+            )
             started = time.perf_counter()
             writer.plan([Planned(s.id, s.split, s.category, len(s.input_ids)) for s in many])
             with Progress(len(many)) as progress:
@@ -96,7 +115,10 @@ def serving(target, config: Config, server: Server, rounds: int, n_samples: int)
             return times * tok / elapsed_s
 
     def stock(few) -> float:
-        with httpx.Client(base_url=server.url, timeout=600, limits=LIMITS) as client, ThreadPoolExecutor(config.concurrency) as pool:
+        with (
+            httpx.Client(base_url=server.url, timeout=600, limits=LIMITS) as client,
+            ThreadPoolExecutor(config.concurrency) as pool,
+        ):
             started = time.perf_counter()
             for answer in pool.map(lambda s: ask(client, s, return_hidden_states=True), few):
                 torch.tensor(answer["meta_info"]["hidden_states"][0])  # [T, H], of one boundary
@@ -108,26 +130,43 @@ def serving(target, config: Config, server: Server, rounds: int, n_samples: int)
         for name, measure in (("plain", plain), ("captured", captured))[:: 1 if n % 2 else -1]:
             rates[name].append(measure())
     ratio = interval_text(ratio_interval(rates["captured"], rates["plain"], 0).as_dict())
-    print(f"prefill: {np.median(rates['plain']):,.0f} tok/s plain, {np.median(rates['captured']):,.0f} tok/s into a store; ratio {ratio} over {rounds} rounds")
+    print(
+        f"prefill: {np.median(rates['plain']):,.0f} tok/s plain, {np.median(rates['captured']):,.0f} tok/s into a store; ratio {ratio} over {rounds} rounds"
+    )
     few = samples[: n_samples // 4]
     triples = [(stock(few), captured(), plain()) for _ in range(3)]
     ours, theirs = (np.median([1 / t[i] - 1 / t[2] for t in triples]) for i in (1, 0))
-    print(f"JSON in the answer, one boundary: {np.median([t[0] for t in triples]):,.0f} tok/s; ours, {len(manifest['boundaries'])} boundaries: "
-          f"{np.median([t[1] / t[0] for t in triples]):.1f} times as fast; on top of prefill {1e6 * theirs:,.0f} and {1e6 * ours:,.0f} microseconds a token")
+    print(
+        f"JSON in the answer, one boundary: {np.median([t[0] for t in triples]):,.0f} tok/s; ours, {len(manifest['boundaries'])} boundaries: "
+        f"{np.median([t[1] / t[0] for t in triples]):.1f} times as fast; on top of prefill {1e6 * theirs:,.0f} and {1e6 * ours:,.0f} microseconds a token"
+    )
     for times in (1, 4):
         captured(times)
-        print(f"peak memory after {times * n_samples} more samples: client {bytes_text(peak(os.getpid()))}, server's scheduler {bytes_text(max(peak(p.pid) for p in server.process().children(recursive=True)))}")
+        print(
+            f"peak memory after {times * n_samples} more samples: client {bytes_text(peak(os.getpid()))}, server's scheduler {bytes_text(max(peak(p.pid) for p in server.process().children(recursive=True)))}"
+        )
 
 
 def ask(client: httpx.Client, sample, **more) -> dict:
-    answer = client.post("/generate", json={"input_ids": sample.input_ids.tolist(), "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, **more})
+    answer = client.post(
+        "/generate",
+        json={
+            "input_ids": sample.input_ids.tolist(),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            **more,
+        },
+    )
     answer.raise_for_status()
     return answer.json()
 
 
 def peak(pid: int) -> int:
     """Largest resident set so far, bytes."""
-    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -137,8 +176,15 @@ def writing(target, config: Config, folder: Path, rounds: int, mib: int) -> None
     ids, mask = torch.arange(length), torch.ones(length, dtype=torch.bool)
     n = mib * 2**20 // sum(t.nbytes for t in states.values())
     manifest = {
-        "target": {"name": target.name, "fingerprint": target.fingerprint, "rms_norm_eps": target.rms_norm_eps}, "boundaries": list(boundaries), "dtype": "bfloat16",
-        "hidden_size": target.hidden_size, "prompts": {"hash": None},
+        "target": {
+            "name": target.name,
+            "fingerprint": target.fingerprint,
+            "rms_norm_eps": target.rms_norm_eps,
+        },
+        "boundaries": list(boundaries),
+        "dtype": "bfloat16",
+        "hidden_size": target.hidden_size,
+        "prompts": {"hash": None},
     }
     block = b"".join(t.view(torch.uint8).numpy().tobytes() for t in states.values())
 
@@ -165,8 +211,10 @@ def writing(target, config: Config, folder: Path, rounds: int, mib: int) -> None
             with tempfile.TemporaryDirectory(dir=folder) as place:
                 rates[name].append(measure(Path(place) / "x"))
     ratio = interval_text(ratio_interval(rates["store"], rates["plain"], 0).as_dict())
-    print(f"writing {mib} MiB with fsync: {bytes_text(int(np.median(rates['plain'])))}/s plain, {bytes_text(int(np.median(rates['store'])))}/s as a store; "
-          f"ratio {ratio} over {rounds} rounds")
+    print(
+        f"writing {mib} MiB with fsync: {bytes_text(int(np.median(rates['plain'])))}/s plain, {bytes_text(int(np.median(rates['store'])))}/s as a store; "
+        f"ratio {ratio} over {rounds} rounds"
+    )
 
 
 if __name__ == "__main__":

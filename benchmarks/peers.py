@@ -99,11 +99,23 @@ class SpecForge:
 
         model_file.LogSoftmaxLoss = SimpleNamespace(apply=_compute_loss)
         self.options, self.Batch = job["options"], TrainBatch
-        self.dtype = getattr(torch, self.options["weights"] if job["dtype"] == "bfloat16" else "float32")
+        self.dtype = getattr(
+            torch, self.options["weights"] if job["dtype"] == "bfloat16" else "float32"
+        )
         self.autocast = job["dtype"] == "bfloat16" and self.dtype == torch.float32
-        source = SimpleNamespace(target_model_path=job["target"], cache_dir=None, trust_remote_code=False, draft_model_config=None, draft_checkpoint_path=None,
-                                 draft_num_hidden_layers=None, draft_block_size=None)  # fmt: skip
-        config = resolve_draft_config(SimpleNamespace(model=source, training=SimpleNamespace(strategy="eagle3")), provider=algorithm_providers().model.draft_config)
+        source = SimpleNamespace(
+            target_model_path=job["target"],
+            cache_dir=None,
+            trust_remote_code=False,
+            draft_model_config=None,
+            draft_checkpoint_path=None,
+            draft_num_hidden_layers=None,
+            draft_block_size=None,
+        )
+        config = resolve_draft_config(
+            SimpleNamespace(model=source, training=SimpleNamespace(strategy="eagle3")),
+            provider=algorithm_providers().model.draft_config,
+        )
         config.draft_vocab_size = len(job["vocab"])
         draft = AutoDraftModel.from_config(config, attention_backend="sdpa", torch_dtype=self.dtype)
         draft.load_embedding(job["target"])
@@ -112,17 +124,41 @@ class SpecForge:
         draft.d2t.copy_(d2t)
         draft.t2d.copy_(t2d)
         self.draft = draft
-        self.model = OnlineEagle3Model(draft, length=job["draft_steps"], attention_backend="sdpa").to(self.dtype)
-        head = TargetHead(job["target"])  # its from_pretrained wants a sharded checkpoint with a head of its own; bf16 is what it makes of the head
+        self.model = OnlineEagle3Model(
+            draft, length=job["draft_steps"], attention_backend="sdpa"
+        ).to(self.dtype)
+        head = TargetHead(
+            job["target"]
+        )  # its from_pretrained wants a sharded checkpoint with a head of its own; bf16 is what it makes of the head
         with torch.no_grad():
             head.fc.weight.copy_(weight(job["target"], "lm_head.weight", "embed_tokens.weight"))
         head.freeze_weights()
-        self.strategy = Eagle3TrainStrategy(self.model, target_head=head.eval().to(torch.bfloat16), compact_teacher=self.options["compact"])
-        self.optimizer = BF16Optimizer(draft, job["learning_rate"], weight_decay=0.0, max_grad_norm=0.5, total_steps=len(job["steps"]), warmup_ratio=0.015)
-        refs = build_offline_reader(job["files"], run_id="benchmark", ttt_length=job["draft_steps"], max_len=job["max_length"]).read()
-        refs.sort(key=lambda ref: int(Path(ref.feature_store_uri).name.split("_")[1].split(".")[0]))  # theirs is the order of the names, 10 before 2
+        self.strategy = Eagle3TrainStrategy(
+            self.model,
+            target_head=head.eval().to(torch.bfloat16),
+            compact_teacher=self.options["compact"],
+        )
+        self.optimizer = BF16Optimizer(
+            draft,
+            job["learning_rate"],
+            weight_decay=0.0,
+            max_grad_norm=0.5,
+            total_steps=len(job["steps"]),
+            warmup_ratio=0.015,
+        )
+        refs = build_offline_reader(
+            job["files"],
+            run_id="benchmark",
+            ttt_length=job["draft_steps"],
+            max_len=job["max_length"],
+        ).read()
+        refs.sort(
+            key=lambda ref: int(Path(ref.feature_store_uri).name.split("_")[1].split(".")[0])
+        )  # theirs is the order of the names, 10 before 2
         store, normalize = LocalFeatureStore(), build_offline_normalizer(job["max_length"])
-        self.read = lambda row: {name: t.clone() for name, t in normalize(store.get(refs[row])[0]).items()}
+        self.read = lambda row: {
+            name: t.clone() for name, t in normalize(store.get(refs[row])[0]).items()
+        }
         self.collator = build_offline_collator()
 
     def collate(self, samples: list[dict]) -> dict:
@@ -130,30 +166,45 @@ class SpecForge:
 
         tensors = self.collator(samples)
         n = -tensors["input_ids"].shape[1] % ROWS if self.options["pad"] else 0
-        return {name: F.pad(t, (0, n) if t.dim() == 2 else (0, 0, 0, n)) if n and t is not None else t for name, t in tensors.items()}  # [B, T] or [B, T, features]
+        return {
+            name: F.pad(t, (0, n) if t.dim() == 2 else (0, 0, 0, n)) if n and t is not None else t
+            for name, t in tensors.items()
+        }  # [B, T] or [B, T, features]
 
     def step(self, samples: list[dict]) -> float:
         import torch
 
-        batches = [[sample] for sample in samples] if self.options["batching"] == "accumulated" else [samples]
+        batches = (
+            [[sample] for sample in samples]
+            if self.options["batching"] == "accumulated"
+            else [samples]
+        )
         total = 0.0
         for batch in batches:
             tensors = self.collate(batch)
-            tensors["hidden_state"] = tensors["hidden_state"].to(torch.bfloat16 if self.autocast else self.dtype)  # as their FSDP wrapper casts inputs
+            tensors["hidden_state"] = tensors["hidden_state"].to(
+                torch.bfloat16 if self.autocast else self.dtype
+            )  # as their FSDP wrapper casts inputs
             with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-                loss = self.strategy.forward_loss(self.Batch(["benchmark"], "eagle3", tensors, {"target_repr": "hidden_state"})).loss / len(batches)
+                loss = self.strategy.forward_loss(
+                    self.Batch(["benchmark"], "eagle3", tensors, {"target_repr": "hidden_state"})
+                ).loss / len(batches)
             loss.backward()
             total += float(loss.detach())
         self.optimizer.step()
         return total
 
     def state(self) -> dict:
-        return {name.replace("midlayer.", "layers.0."): t for name, t in self.draft.state_dict().items()}
+        return {
+            name.replace("midlayer.", "layers.0."): t for name, t in self.draft.state_dict().items()
+        }
 
     def forward(self, sample: dict):
         self.model.float()
         tensors = self.collate([sample | {"hidden_state": sample["hidden_state"].float()}])
-        self.strategy.forward_loss(self.Batch(["benchmark"], "eagle3", tensors, {"target_repr": "hidden_state"}))
+        self.strategy.forward_loss(
+            self.Batch(["benchmark"], "eagle3", tensors, {"target_repr": "hidden_state"})
+        )
 
 
 class Speculators:
@@ -178,28 +229,62 @@ class Speculators:
 
         self.options, self.dtype = job["options"], getattr(torch, job["dtype"])
         flat = TrainConfig(speculator_type="eagle3").flatten() | {
-            "verifier_name_or_path": job["target"], "target_layer_ids": job["boundaries"], "draft_vocab_size": len(job["vocab"]), "ttt_steps": job["draft_steps"],
-            "draft_attn_impl": self.options["attention"], "loss_implementation": "eager", "optimizer": self.options["optimizer"],
-        }  # fmt: skip
+            "verifier_name_or_path": job["target"],
+            "target_layer_ids": job["boundaries"],
+            "draft_vocab_size": len(job["vocab"]),
+            "ttt_steps": job["draft_steps"],
+            "draft_attn_impl": self.options["attention"],
+            "loss_implementation": "eager",
+            "optimizer": self.options["optimizer"],
+        }
         if not self.options["norms"]:
             flat |= {"norm_before_residual": False, "norm_before_fc": False, "norm_output": False}
-        layer = create_transformer_layer_config(job["target"], flat["num_layers"], flat["draft_arch"], flat["draft_hidden_act"], flat["sliding_window"], [])
+        layer = create_transformer_layer_config(
+            job["target"],
+            flat["num_layers"],
+            flat["draft_arch"],
+            flat["draft_hidden_act"],
+            flat["sliding_window"],
+            [],
+        )
         d2t, t2d = vocab_maps(job["vocab"], layer.vocab_size)
-        self.model = Eagle3DraftModel.from_training_args(verifier_config=layer, t2d=t2d, d2t=d2t, **flat).train()
+        self.model = Eagle3DraftModel.from_training_args(
+            verifier_config=layer, t2d=t2d, d2t=d2t, **flat
+        ).train()
         self.arguments, _ = Eagle3DraftModel.get_trainer_kwargs(**flat)
-        config = TrainerConfig(lr=job["learning_rate"], num_epochs=1, save_path="", optimizer=flat["optimizer"], weight_decay=flat["weight_decay"], muon_lr=job["learning_rate"],
-                               muon_momentum=flat["muon_momentum"], muon_weight_decay=flat["muon_weight_decay"], muon_ns_steps=flat["muon_ns_steps"])  # fmt: skip
+        config = TrainerConfig(
+            lr=job["learning_rate"],
+            num_epochs=1,
+            save_path="",
+            optimizer=flat["optimizer"],
+            weight_decay=flat["weight_decay"],
+            muon_lr=job["learning_rate"],
+            muon_momentum=flat["muon_momentum"],
+            muon_weight_decay=flat["muon_weight_decay"],
+            muon_ns_steps=flat["muon_ns_steps"],
+        )
         self.optimizers = build_optimizers(self.model, config)
         warmup, total = _resolve_scheduler_steps(config, len(job["steps"]))
-        self.schedulers = [get_linear_schedule_with_warmup(optimizer, warmup, total) for optimizer in self.optimizers]
-        self.read = ArrowDataset(job["max_length"], job["files"], on_missing="raise", hidden_states_dtype=self.dtype).__getitem__
+        self.schedulers = [
+            get_linear_schedule_with_warmup(optimizer, warmup, total)
+            for optimizer in self.optimizers
+        ]
+        self.read = ArrowDataset(
+            job["max_length"], job["files"], on_missing="raise", hidden_states_dtype=self.dtype
+        ).__getitem__
         self.size = max(job["batch_tok"], job["max_length"])
-        self.Collate = lambda max_len, dtype: CollateFn(max_len, layer.hidden_size, len(job["boundaries"]), dtype, shift_batch)
+        self.Collate = lambda max_len, dtype: CollateFn(
+            max_len, layer.hidden_size, len(job["boundaries"]), dtype, shift_batch
+        )
 
     def step(self, samples: list[dict]) -> float:
         import torch
 
-        size = self.size if self.options["pad"] else sum(len(sample["input_ids"]) - 1 for sample in samples)
+        size = (
+            self.size
+            if self.options["pad"]
+            else sum(len(sample["input_ids"]) - 1 for sample in samples)
+        )
         batch = self.Collate(size, self.dtype)(samples)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             _, loss, _ = self.model(**batch, **self.arguments)
@@ -214,7 +299,11 @@ class Speculators:
         return float(loss.detach())
 
     def state(self) -> dict:
-        return {name: t for name, t in self.model.state_dict().items() if not name.startswith("verifier_")}
+        return {
+            name: t
+            for name, t in self.model.state_dict().items()
+            if not name.startswith("verifier_")
+        }
 
     def forward(self, sample: dict):
         import torch
@@ -229,13 +318,23 @@ def save(peer, sample: dict, path: str) -> None:
     from safetensors.torch import save_file
 
     weights, logits = {name: t.clone() for name, t in peer.state().items() if t is not None}, []
-    head = next(module for name, module in peer.model.named_modules() if name.split(".")[-1] == "lm_head")
-    hook = head.register_forward_hook(lambda module, inputs, output: logits.append(output[0, :CHECK_SLOTS].float().clone()))
+    head = next(
+        module for name, module in peer.model.named_modules() if name.split(".")[-1] == "lm_head"
+    )
+    hook = head.register_forward_hook(
+        lambda module, inputs, output: logits.append(output[0, :CHECK_SLOTS].float().clone())
+    )
     with torch.no_grad():
         peer.forward(sample)
     hook.remove()
     weights = {name: t.float() if t.is_floating_point() else t for name, t in weights.items()}
-    save_file({name: t.contiguous() for name, t in (weights | {"check.logits": torch.stack(logits)}).items()}, path)
+    save_file(
+        {
+            name: t.contiguous()
+            for name, t in (weights | {"check.logits": torch.stack(logits)}).items()
+        },
+        path,
+    )
 
 
 def main() -> None:
@@ -244,13 +343,19 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(job["threads"])
-    torch.set_flush_denormal(True)  # as ours does: Adam's moments of rare tokens fade into denormal numbers, which a CPU computes slowly
+    torch.set_flush_denormal(
+        True
+    )  # as ours does: Adam's moments of rare tokens fade into denormal numbers, which a CPU computes slowly
     torch.manual_seed(job["seed"])
     with contextlib.redirect_stdout(sys.stderr):
         peer = {"specforge": SpecForge, "speculators": Speculators}[job["kind"]](job)
     base, samples, held, step = memory_bytes("VmRSS"), {}, 0, 0
-    for row in sorted({row for rows in job["steps"] for row in rows}):  # read beforehand and kept in memory: no step waits for the disk
-        samples[row] = {name: t.clone() if torch.is_tensor(t) else t for name, t in peer.read(row).items()}
+    for row in sorted(
+        {row for rows in job["steps"] for row in rows}
+    ):  # read beforehand and kept in memory: no step waits for the disk
+        samples[row] = {
+            name: t.clone() if torch.is_tensor(t) else t for name, t in peer.read(row).items()
+        }
         held += sum(t.nbytes for t in samples[row].values() if torch.is_tensor(t))
     gc.collect()
     commands.answer(ready=True)

@@ -48,10 +48,16 @@ class Soak:
 
     def __str__(self) -> str:
         def span(series):
-            return f"{bytes_text(series[0][1])} at {series[0][0]:,} samples, {bytes_text(series[-1][1])} at {series[-1][0]:,}" if series else "not measured"
+            return (
+                f"{bytes_text(series[0][1])} at {series[0][0]:,} samples, {bytes_text(series[-1][1])} at {series[-1][0]:,}"
+                if series
+                else "not measured"
+            )
 
-        return (f"{self.samples:,} samples, kills {self.kills}, {self.seconds:.0f} s: lost {self.samples - self.extracted}, doubled {self.doubled}, torn {self.damaged}\n"
-                f"client's memory: {span(self.client_rss)}\nserver's memory: {span(self.server_rss)}")
+        return (
+            f"{self.samples:,} samples, kills {self.kills}, {self.seconds:.0f} s: lost {self.samples - self.extracted}, doubled {self.doubled}, torn {self.damaged}\n"
+            f"client's memory: {span(self.client_rss)}\nserver's memory: {span(self.server_rss)}"
+        )
 
 
 def soak(samples: int, kills: int, server_kills: int, folder: Path, seed: int = 0) -> Soak:
@@ -59,11 +65,22 @@ def soak(samples: int, kills: int, server_kills: int, folder: Path, seed: int = 
     os.environ["EYAS_DATA"] = str(folder)
     target = load_target(str(make_tiny_target(folder / "tiny")))
     prompts = load_prompts(_write_prompts(folder / "prompts.jsonl", samples))
-    config = Config.create(run_name="soak", target=str(target.folder), boundaries=(1, 2), train_samples=samples, heldout_samples=1, max_length=64, prompt_set=str(prompts.path), shard_mib=1)
+    config = Config.create(
+        run_name="soak",
+        target=str(target.folder),
+        boundaries=(1, 2),
+        train_samples=samples,
+        heldout_samples=1,
+        max_length=64,
+        prompt_set=str(prompts.path),
+        shard_mib=1,
+    )
     rng, started = random.Random(seed), time.monotonic()
     plan = ["client"] * (kills - server_kills) + ["scheduler", "server"] * (server_kills // 2)
     rng.shuffle(plan)
-    moments = sorted((rng.uniform(0, 0.97 * samples) for _ in plan), reverse=True)  # how many samples the store has then
+    moments = sorted(
+        (rng.uniform(0, 0.97 * samples) for _ in plan), reverse=True
+    )  # how many samples the store has then
     counts, client_rss, server_rss = dict.fromkeys(("client", "scheduler", "server"), 0), [], []
     server = server_up(config, tied=True)
     try:
@@ -80,7 +97,11 @@ def soak(samples: int, kills: int, server_kills: int, folder: Path, seed: int = 
                     os.kill(child, signal.SIGKILL)  # a zombie does not mind
                 else:
                     family = server.process().children(recursive=True)
-                    one = [p for p in family if "scheduler" in p.name() or "scheduler" in " ".join(p.cmdline())]
+                    one = [
+                        p
+                        for p in family
+                        if "scheduler" in p.name() or "scheduler" in " ".join(p.cmdline())
+                    ]
                     for process in one if victim == "scheduler" else [server.process(), *family]:
                         process.kill()
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -91,9 +112,21 @@ def soak(samples: int, kills: int, server_kills: int, folder: Path, seed: int = 
                 break
     finally:
         server.down()
-    report, store = verify(config.store_dir, prompts, target.tokenizer()), Store.open(config.store_dir)
+    report, store = (
+        verify(config.store_dir, prompts, target.tokenizer()),
+        Store.open(config.store_dir),
+    )
     ids = store.samples()
-    return Soak(samples, len(set(ids)), len(ids) - len(set(ids)), len(report.damaged) + (not report.ok), counts, time.monotonic() - started, client_rss, server_rss)
+    return Soak(
+        samples,
+        len(set(ids)),
+        len(ids) - len(set(ids)),
+        len(report.damaged) + (not report.ok),
+        counts,
+        time.monotonic() - started,
+        client_rss,
+        server_rss,
+    )
 
 
 def _client(config, target, prompts, log: Path) -> int:
@@ -106,7 +139,9 @@ def _client(config, target, prompts, log: Path) -> int:
         return 2
 
 
-def _watch(child: int, config, moment: float | None, server, client_rss: list, server_rss: list) -> None:
+def _watch(
+    child: int, config, moment: float | None, server, client_rss: list, server_rss: list
+) -> None:
     """Until the store has more samples than `moment` (None: for ever) or the child ends; notes memory."""
     process = psutil.Process(child)
     before = _count(config)
@@ -116,7 +151,12 @@ def _watch(child: int, config, moment: float | None, server, client_rss: list, s
         try:
             if count > before and (rss := process.memory_info().rss):
                 client_rss.append((count, rss))
-                server_rss.append((count, max(p.memory_info().rss for p in server.process().children(recursive=True))))
+                server_rss.append(
+                    (
+                        count,
+                        max(p.memory_info().rss for p in server.process().children(recursive=True)),
+                    )
+                )
         except (psutil.Error, AttributeError, ValueError):  # one of them has just ended
             pass
         if moment is not None and count > moment:
@@ -140,9 +180,26 @@ def _ended(pid: int) -> bool:
 def _write_prompts(path: Path, count: int) -> Path:
     with open(path, "w") as file:
         for n in range(count):
-            ask, answer = (" ".join(WORDS[(n * k + i * (1 + n % 5)) % len(WORDS)] for i in range(2 + n % m)) for k, m in ((7, 5), (3, 9)))
-            message = [{"role": "user", "content": f"{ask} {n}"}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"id": f"p{n:05d}", "category": "chat", "topic": f"t{n % 7}", "split": "train", "messages": message}) + "\n")
+            ask, answer = (
+                " ".join(WORDS[(n * k + i * (1 + n % 5)) % len(WORDS)] for i in range(2 + n % m))
+                for k, m in ((7, 5), (3, 9))
+            )
+            message = [
+                {"role": "user", "content": f"{ask} {n}"},
+                {"role": "assistant", "content": answer},
+            ]
+            file.write(
+                json.dumps(
+                    {
+                        "id": f"p{n:05d}",
+                        "category": "chat",
+                        "topic": f"t{n % 7}",
+                        "split": "train",
+                        "messages": message,
+                    }
+                )
+                + "\n"
+            )
     return path
 
 

@@ -9,7 +9,19 @@ import pytest
 AT_ONCE = "PYTEST_XDIST_WORKER" in os.environ  # beside another process of tests, as in `make test`
 os.environ.setdefault("OMP_NUM_THREADS", "1" if AT_ONCE else "2")
 sys.path.insert(0, str(Path(__file__).parent))
-LAST = ("crashes", "sweep", "tune", "served", "lab", "parity", "families", "serving", "server", "docs", "notebooks")  # minutes each; the longest begin first
+LAST = (
+    "crashes",
+    "sweep",
+    "tune",
+    "served",
+    "lab",
+    "parity",
+    "families",
+    "serving",
+    "server",
+    "docs",
+    "notebooks",
+)  # minutes each; the longest begin first
 
 
 def pytest_collection_modifyitems(items):
@@ -46,7 +58,13 @@ def _server(embedded, server_data):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EYAS_DATA", str(server_data))
-        config = Config.create(run_name="session", target=str(embedded.folder), context_tok=2048, max_total_tok=32768, threads=1)
+        config = Config.create(
+            run_name="session",
+            target=str(embedded.folder),
+            context_tok=2048,
+            max_total_tok=32768,
+            threads=1,
+        )
         server = server_up(config, tied=True)
     yield config, server
     server.down()

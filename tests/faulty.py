@@ -16,13 +16,20 @@ from safetensors.torch import save_file
 
 
 def states_of(ids: list[int], b: int, hidden: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum((i + 1) * (n + 1) for n, i in enumerate(ids)) * 100 + b)
+    generator = torch.Generator().manual_seed(
+        sum((i + 1) * (n + 1) for n, i in enumerate(ids)) * 100 + b
+    )
     return torch.randn(len(ids), hidden, generator=generator).bfloat16()
 
 
 class FaultyServer:
     def __init__(self, target, boundaries, spool: Path, fault=lambda n: "", port: int = 0):
-        self.target, self.boundaries, self.spool, self.fault = target, boundaries, Path(spool), fault
+        self.target, self.boundaries, self.spool, self.fault = (
+            target,
+            boundaries,
+            Path(spool),
+            fault,
+        )
         self.spool.mkdir(parents=True, exist_ok=True)
         self.served, self.failures, self.closing = 0, {}, threading.Event()
         self._lock = threading.Lock()
@@ -60,7 +67,14 @@ class FaultyServer:
                     self.close_connection = True
                 else:
                     name = request["sampling_params"]["custom_params"]["eyas_capture"]
-                    self.answer(200, {"meta_info": {"eyas_capture": [outer.write(name, request["input_ids"], fault)]}})
+                    self.answer(
+                        200,
+                        {
+                            "meta_info": {
+                                "eyas_capture": [outer.write(name, request["input_ids"], fault)]
+                            }
+                        },
+                    )
 
             def log_message(self, *_):
                 pass
@@ -71,16 +85,33 @@ class FaultyServer:
 
         self.http = Server(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
-        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
     def info(self) -> dict:
         capture = {
-            "version": "fake", "boundaries": list(self.boundaries), "n_blocks": self.target.n_blocks, "hidden_size": self.target.hidden_size, "spool": str(self.spool),
-            "quota": 2**30, "queued_bytes": 0, "failures": self.failures, "captured": self.served,
+            "version": "fake",
+            "boundaries": list(self.boundaries),
+            "n_blocks": self.target.n_blocks,
+            "hidden_size": self.target.hidden_size,
+            "spool": str(self.spool),
+            "quota": 2**30,
+            "queued_bytes": 0,
+            "failures": self.failures,
+            "captured": self.served,
         }
         return {
-            "model_path": str(self.target.folder), "version": "0.5.23", "device": "cpu", "dtype": "bfloat16", "context_length": 1032, "disable_radix_cache": True,
-            "chunked_prefill_size": -1, "disable_overlap_schedule": True, "cuda_graph_backend_prefill": "disabled", "internal_states": [{"eyas_capture": capture}],
+            "model_path": str(self.target.folder),
+            "version": "0.5.23",
+            "device": "cpu",
+            "dtype": "bfloat16",
+            "context_length": 1032,
+            "disable_radix_cache": True,
+            "chunked_prefill_size": -1,
+            "disable_overlap_schedule": True,
+            "cuda_graph_backend_prefill": "disabled",
+            "internal_states": [{"eyas_capture": capture}],
         }
 
     def write(self, name: str, ids: list[int], fault: str) -> dict:
@@ -90,7 +121,9 @@ class FaultyServer:
             return {"path": str(path)}
         rows = ids[1:] if fault == "short" else ids
         tensors = {"input_ids": torch.tensor(ids if fault != "other" else ids[::-1])}
-        tensors |= {f"boundary_{b}": states_of(rows, b, self.target.hidden_size) for b in self.boundaries}
+        tensors |= {
+            f"boundary_{b}": states_of(rows, b, self.target.hidden_size) for b in self.boundaries
+        }
         if fault == "nothing":
             return {}
         if fault == "lacks":

@@ -41,9 +41,21 @@ from sglang.srt.server_args import ServerArgs
 
 @torch.inference_mode()
 def main(folder: str, inputs: str, outputs: str) -> None:
-    args = ServerArgs(model_path=folder, device="cpu", attention_backend="torch_native", dtype="float32", skip_tokenizer_init=True)
+    args = ServerArgs(
+        model_path=folder,
+        device="cpu",
+        attention_backend="torch_native",
+        dtype="float32",
+        skip_tokenizer_init=True,
+    )
     publish(args, role="test", ranks=SpawnRanks(world_rank=0))
-    init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo", distributed_init_method=f"file://{tempfile.mktemp()}")
+    init_distributed_environment(
+        world_size=1,
+        rank=0,
+        local_rank=0,
+        backend="gloo",
+        distributed_init_method=f"file://{tempfile.mktemp()}",
+    )
     initialize_model_parallel()
     config = ModelConfig.from_server_args(args, model_path=folder, is_draft_model=True)
     model_class, _ = get_model_architecture(config)
@@ -54,25 +66,48 @@ def main(folder: str, inputs: str, outputs: str) -> None:
     model.load_weights(load_file(Path(folder) / "model.safetensors").items())
     untouched = [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
     given = load_file(inputs)
-    model.set_embed(torch.nn.Parameter(given["embedding"], requires_grad=False))  # as SGLang's EAGLE worker does
+    model.set_embed(
+        torch.nn.Parameter(given["embedding"], requires_grad=False)
+    )  # as SGLang's EAGLE worker does
 
     n = len(given["states"])
     attention = model.model.layers[0].self_attn
-    requests = ReqToTokenPool(size=1, max_context_len=n + 1, device="cpu", enable_memory_saver=False)
+    requests = ReqToTokenPool(
+        size=1, max_context_len=n + 1, device="cpu", enable_memory_saver=False
+    )
     cache = MHATokenToKVPool(
-        size=n + 1, page_size=1, dtype=torch.float32, head_num=attention.num_kv_heads, head_dim=attention.head_dim, layer_num=1, device="cpu",
+        size=n + 1,
+        page_size=1,
+        dtype=torch.float32,
+        head_num=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        layer_num=1,
+        device="cpu",
         enable_memory_saver=False,
     )
     slots = torch.arange(1, n + 2)  # slot 0 is the pool's padding
     requests.req_to_token[1] = slots.int()
-    backend = TorchNativeAttnBackend(SimpleNamespace(device="cpu", req_to_token_pool=requests, token_to_kv_pool=cache))
+    backend = TorchNativeAttnBackend(
+        SimpleNamespace(device="cpu", req_to_token_pool=requests, token_to_kv_pool=cache)
+    )
 
-    def forward(mode: ForwardMode, start: int, end: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        mode: ForwardMode, start: int, end: int, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         batch = ForwardBatch(
-            forward_mode=mode, batch_size=1, input_ids=given["token_ids"][start:end], positions=torch.arange(start, end), seq_lens=torch.tensor([end]),
-            seq_lens_sum=end, req_pool_indices=torch.tensor([1]), out_cache_loc=slots[start:end], spec_info=SimpleNamespace(hidden_states=states),
-            extend_seq_lens=torch.tensor([end - start]), extend_prefix_lens=torch.tensor([start]),
-            extend_seq_lens_cpu=[end - start], extend_prefix_lens_cpu=[start],
+            forward_mode=mode,
+            batch_size=1,
+            input_ids=given["token_ids"][start:end],
+            positions=torch.arange(start, end),
+            seq_lens=torch.tensor([end]),
+            seq_lens_sum=end,
+            req_pool_indices=torch.tensor([1]),
+            out_cache_loc=slots[start:end],
+            spec_info=SimpleNamespace(hidden_states=states),
+            extend_seq_lens=torch.tensor([end - start]),
+            extend_prefix_lens=torch.tensor([start]),
+            extend_seq_lens_cpu=[end - start],
+            extend_prefix_lens_cpu=[start],
         )
         backend.init_forward_metadata(batch)
         with forward_context(ForwardContext(attn_backend=backend)):
@@ -81,9 +116,17 @@ def main(folder: str, inputs: str, outputs: str) -> None:
 
     hidden, logits = forward(ForwardMode.EXTEND, 0, n, given["states"])
     hidden_next, logits_next = forward(ForwardMode.DECODE, n, n + 1, hidden[-1:])
-    results = {"hidden": torch.cat([hidden, hidden_next]), "logits": torch.cat([logits, logits_next]), "hot_token_id": model.hot_token_id}
+    results = {
+        "hidden": torch.cat([hidden, hidden_next]),
+        "logits": torch.cat([logits, logits_next]),
+        "hot_token_id": model.hot_token_id,
+    }
     save_file(results, outputs)
-    print(json.dumps({"class": f"{model_class.__module__}.{model_class.__name__}", "untouched": untouched}))
+    print(
+        json.dumps(
+            {"class": f"{model_class.__module__}.{model_class.__name__}", "untouched": untouched}
+        )
+    )
 
 
 main(*sys.argv[1:])

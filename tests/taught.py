@@ -13,13 +13,23 @@ def make_prompts(vocab: int = 512, lengths: tuple[int, ...] = (1, 2, 7, 19, 40))
     return [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in lengths]
 
 
-def teach(target, model, prompts: list[list[int]], boundaries: tuple[int, ...], draft_vocab_size: int = 384, levels: int = 1, ids: torch.Tensor | None = None) -> Drafter:
+def teach(
+    target,
+    model,
+    prompts: list[list[int]],
+    boundaries: tuple[int, ...],
+    draft_vocab_size: int = 384,
+    levels: int = 1,
+    ids: torch.Tensor | None = None,
+) -> Drafter:
     """Train on 30 greedy tokens after each prompt, 15 passes, for about two seconds. `levels` more than 1: to draft from its own output too, all slots one level on.
 
     `ids`: the draft vocabulary, ascending; otherwise `draft_vocab_size` tokens at random."""
     torch.manual_seed(0)
     ids = torch.randperm(target.vocab_size)[:draft_vocab_size].sort().values if ids is None else ids
-    drafter = Drafter(DrafterConfig.from_target(target, boundaries, len(ids)), DraftVocab(ids, target.vocab_size))
+    drafter = Drafter(
+        DrafterConfig.from_target(target, boundaries, len(ids)), DraftVocab(ids, target.vocab_size)
+    )
     drafter.embed_tokens.weight.data.copy_(target.embedding().float())
     drafter.embed_tokens.requires_grad_(False)
     texts = []
@@ -34,7 +44,9 @@ def teach(target, model, prompts: list[list[int]], boundaries: tuple[int, ...], 
             for level in range(levels):
                 out = drafter.extend(tokens[level + 1 : -1], hidden, DraftCache())
                 wanted = drafter.vocab.to_draft(tokens[level + 2 :])
-                loss = loss + torch.nn.functional.cross_entropy(drafter.logits(out)[wanted >= 0], wanted[wanted >= 0])
+                loss = loss + torch.nn.functional.cross_entropy(
+                    drafter.logits(out)[wanted >= 0], wanted[wanted >= 0]
+                )
                 hidden = drafter.feed_back(out)[:-1]
             optimizer.zero_grad()
             loss.backward()

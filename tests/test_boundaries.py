@@ -76,19 +76,36 @@ def test_every_command_takes_the_targets_own_boundaries(said, folders, n_blocks)
     command = said("server", "command", "-p", "target", folder)
     assert command[0] == 0 and captured(command[1]) == [*own, n_blocks]
     wide = ["-p", "extra_boundaries", "0,5"]
-    assert captured(said("server", "command", "-p", "target", folder, *wide)[1]) == sorted([0, 5, *own, n_blocks])
+    assert captured(said("server", "command", "-p", "target", folder, *wide)[1]) == sorted(
+        [0, 5, *own, n_blocks]
+    )
 
 
 @pytest.mark.parametrize("n_blocks", OWN)
 def test_a_target_elsewhere_has_the_boundaries_of_plan_blocks(said, n_blocks):
-    elsewhere = ["-p", "target", "models/elsewhere", "-p", "plan_blocks", n_blocks, "-p", "plan_hidden_size", 64]
+    elsewhere = [
+        "-p",
+        "target",
+        "models/elsewhere",
+        "-p",
+        "plan_blocks",
+        n_blocks,
+        "-p",
+        "plan_hidden_size",
+        64,
+    ]
     assert f"boundaries {[*OWN[n_blocks], n_blocks]}," in said("plan", *elsewhere, *SIZES)[1]
     assert captured(said("server", "command", *elsewhere)[1]) == [*OWN[n_blocks], n_blocks]
 
 
 def test_the_embedded_targets_own_boundaries_are_2_15_27(embedded, said):
     assert "boundaries [2, 15, 27, 30]," in said("plan", "-p", "target", embedded.folder, *SIZES)[1]
-    assert captured(said("server", "command", "-p", "target", embedded.folder)[1]) == [2, 15, 27, 30]
+    assert captured(said("server", "command", "-p", "target", embedded.folder)[1]) == [
+        2,
+        15,
+        27,
+        30,
+    ]
 
 
 def test_a_profile_that_names_boundaries_keeps_them(said, folders, tmp_path):
@@ -96,7 +113,10 @@ def test_a_profile_that_names_boundaries_keeps_them(said, folders, tmp_path):
     profile.write_text(f"run_name: mine\ntarget: {folders[36]}\nboundaries: [10, 20, 29]\n")
     assert "boundaries [10, 20, 29, 36]," in said("plan", "--profile", profile, *SIZES)[1]
     assert captured(said("server", "command", "--profile", profile)[1]) == [10, 20, 29, 36]
-    assert "boundaries [2, 18, 33, 36]," in said("plan", "--profile", profile, *SIZES, "-p", "boundaries", "[]")[1]
+    assert (
+        "boundaries [2, 18, 33, 36],"
+        in said("plan", "--profile", profile, *SIZES, "-p", "boundaries", "[]")[1]
+    )
 
 
 @pytest.mark.parametrize("command", [["plan", *SIZES], ["server", "command"], ["server", "up"]])
@@ -110,14 +130,37 @@ def test_a_target_of_few_blocks_is_refused_with_what_to_type(said, folders, comm
 
 def test_a_profile_of_another_target_does_not_plan_for_this_one(said, folders):
     """The profile's plan_blocks are Kimi-K2.5's."""
-    code, text = said("plan", "--profile", "kimi-k2.5", "-p", "target", folders[36], "-p", "boundaries", "[]")
-    assert code == 2 and "plan_blocks = 61, and blocks36 has 36" in text and "-p plan_blocks 0 -p plan_hidden_size 0" in text
-    code, text = said("plan", "--profile", "kimi-k2.5", "-p", "target", folders[36], "-p", "boundaries", "[]",
-                      "-p", "plan_blocks", "0", "-p", "plan_hidden_size", "0")  # fmt: skip
+    code, text = said(
+        "plan", "--profile", "kimi-k2.5", "-p", "target", folders[36], "-p", "boundaries", "[]"
+    )
+    assert (
+        code == 2
+        and "plan_blocks = 61, and blocks36 has 36" in text
+        and "-p plan_blocks 0 -p plan_hidden_size 0" in text
+    )
+    code, text = said(
+        "plan",
+        "--profile",
+        "kimi-k2.5",
+        "-p",
+        "target",
+        folders[36],
+        "-p",
+        "boundaries",
+        "[]",
+        "-p",
+        "plan_blocks",
+        "0",
+        "-p",
+        "plan_hidden_size",
+        "0",
+    )
     assert code == 0 and "boundaries [2, 18, 33, 36], hidden size 32," in text
 
 
-def test_extraction_and_training_take_the_same_and_record_what_they_are(said, data, folders, tmp_path):
+def test_extraction_and_training_take_the_same_and_record_what_they_are(
+    said, data, folders, tmp_path
+):
     """A store and a drafter of a profile without boundaries are those of one that names the same ids."""
     target = load_target(str(folders[36]))
     server = FaultyServer(target, tuple(range(37)), tmp_path / "spool")
@@ -156,7 +199,11 @@ def test_a_store_of_other_boundaries_is_refused_with_those_that_it_has(said, fol
     common = small_run(folders[28], prompts, server.url, "named")
     assert said("extract", *common, "-p", "boundaries", "[3, 14]")[0] == 0
     code, text = said("train", *common)
-    assert code == 2 and "the store has boundaries [3, 14, 28], not [2, 25]" in text and "-p boundaries '[3, 14]'" in text
+    assert (
+        code == 2
+        and "the store has boundaries [3, 14, 28], not [2, 25]" in text
+        and "-p boundaries '[3, 14]'" in text
+    )
     assert said("train", *common, "-p", "boundaries", "[3, 14]")[0] == 0
     code, text = said("store", "export", "--to", "specforge", "--out", tmp_path / "files", *common)
     assert code == 2 and "not [2, 25]" in text and "-p boundaries" in text
@@ -172,9 +219,18 @@ def test_the_settings_say_whose_the_default_is(said):
 
 def test_one_type_says_what_feeds_is_read_and_is_stored():
     boundaries = Boundaries((2, 18, 33), 36, extra=(0, 18))
-    assert (boundaries.last, boundaries.with_last, boundaries.stored) == (36, (2, 18, 33, 36), (0, 2, 18, 33, 36))
+    assert (boundaries.last, boundaries.with_last, boundaries.stored) == (
+        36,
+        (2, 18, 33, 36),
+        (0, 2, 18, 33, 36),
+    )
     assert Boundaries((5, 36), 36).with_last == (5, 36)
-    for feeding, extra, wrong in (((2, 37), (), "[37]"), ((2,), (40,), "[40]"), ((3, 2), (), "[3, 2]"), ((), (), "[]")):
+    for feeding, extra, wrong in (
+        ((2, 37), (), "[37]"),
+        ((2,), (40,), "[40]"),
+        ((3, 2), (), "[3, 2]"),
+        ((), (), "[]"),
+    ):
         with pytest.raises(EyasError, match=re.escape(wrong)) as error:
             Boundaries(feeding, 36, extra)
         assert "-p boundaries '[2, 18, 33]'" in str(error.value)
@@ -182,6 +238,15 @@ def test_one_type_says_what_feeds_is_read_and_is_stored():
 
 def test_the_constant_of_the_embedded_target_is_no_default_anywhere():
     root = Path(__file__).parent.parent
-    files = [*root.glob("lib/eyas/**/*.py"), *root.glob("notebooks/*.ipynb"), *root.glob("notebooks/profiles/*.yaml"), *root.glob("benchmarks/*.py")]
+    files = [
+        *root.glob("lib/eyas/**/*.py"),
+        *root.glob("notebooks/*.ipynb"),
+        *root.glob("notebooks/profiles/*.yaml"),
+        *root.glob("benchmarks/*.py"),
+    ]
     assert len(files) > 50
-    assert [path.name for path in files if re.search(r"\b2, ?15, ?27\b", path.read_text(encoding="utf-8"))] == []
+    assert [
+        path.name
+        for path in files
+        if re.search(r"\b2, ?15, ?27\b", path.read_text(encoding="utf-8"))
+    ] == []

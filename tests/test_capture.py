@@ -19,14 +19,21 @@ def wait_for(condition, seconds=20.0):
 
 
 def test_a_file_is_complete_when_it_is_seen(tmp_path):
-    spool, rows = Spool(tmp_path / "spool", 10**9), {"boundary_1": torch.randn(5000, 64).bfloat16(), "input_ids": torch.arange(5000)}
+    spool, rows = (
+        Spool(tmp_path / "spool", 10**9),
+        {"boundary_1": torch.randn(5000, 64).bfloat16(), "input_ids": torch.arange(5000)},
+    )
     paths = [spool.put(f"n{n}", rows) for n in range(10)]
     for path in paths:
         wait_for(path.exists)
         found = load_file(path)
-        assert torch.equal(found["boundary_1"], rows["boundary_1"]) and torch.equal(found["input_ids"], rows["input_ids"])
+        assert torch.equal(found["boundary_1"], rows["boundary_1"]) and torch.equal(
+            found["input_ids"], rows["input_ids"]
+        )
     wait_for(lambda: spool.queued_bytes == 0)
-    assert spool.written == 10 and sorted(p.name for p in spool.folder.iterdir()) == sorted(p.name for p in paths)
+    assert spool.written == 10 and sorted(p.name for p in spool.folder.iterdir()) == sorted(
+        p.name for p in paths
+    )
 
 
 def test_a_disk_that_hangs_does_not_hold_the_scheduler_and_the_quota_holds(tmp_path, monkeypatch):
@@ -36,20 +43,32 @@ def test_a_disk_that_hangs_does_not_hold_the_scheduler_and_the_quota_holds(tmp_p
     monkeypatch.setattr(Spool, "_write", lambda *args: disk.wait(20) and write(*args))
     one = 100 * (2 * 64 * 2 + 8)
     capture = Capture.__new__(Capture)
-    capture.spool, capture.boundaries, capture.captured, capture.failed = Spool(tmp_path / "spool", int(2.5 * one)), (1, 2), 0, 0
+    capture.spool, capture.boundaries, capture.captured, capture.failed = (
+        Spool(tmp_path / "spool", int(2.5 * one)),
+        (1, 2),
+        0,
+        0,
+    )
     capture.rows = {b: torch.randn(300, 64).bfloat16() for b in (1, 2)}
     request = SimpleNamespace(origin_input_ids=list(range(100)))
-    first, second = (capture.hand_over(name, lambda: capture.whole(request, start, 100)) for name, start in (("a", 0), ("b", 100)))
+    first, second = (
+        capture.hand_over(name, lambda: capture.whole(request, start, 100))
+        for name, start in (("a", 0), ("b", 100))
+    )
     assert "path" in first and "path" in second and not list(capture.spool.folder.iterdir())
     refused = capture.hand_over("c", lambda: capture.whole(request, 200, 100))
     assert refused["again"] is True and "spool is full" in refused["error"]
     disk.set()
     wait_for(lambda: len(list(capture.spool.folder.glob("*.safetensors"))) == 2)
-    assert capture.hand_over("c", lambda: capture.whole(request, 200, 100)).get("again")  # nobody has taken one yet
+    assert capture.hand_over("c", lambda: capture.whole(request, 200, 100)).get(
+        "again"
+    )  # nobody has taken one yet
     (tmp_path / "spool" / "a.safetensors").unlink()
     wait_for(lambda: "path" in capture.hand_over("c", lambda: capture.whole(request, 200, 100)))
     wait_for((tmp_path / "spool" / "c.safetensors").exists)
-    assert torch.equal(load_file(tmp_path / "spool" / "c.safetensors")["boundary_2"], capture.rows[2][200:])
+    assert torch.equal(
+        load_file(tmp_path / "spool" / "c.safetensors")["boundary_2"], capture.rows[2][200:]
+    )
 
 
 def test_a_server_that_drafts_without_a_model_is_no_error():
@@ -60,9 +79,16 @@ def test_a_server_that_drafts_without_a_model_is_no_error():
 
 def test_a_request_larger_than_the_quota_is_refused_for_good(tmp_path):
     capture = Capture.__new__(Capture)
-    capture.spool, capture.boundaries, capture.captured, capture.failed = Spool(tmp_path / "spool", 1000), (1,), 0, 0
+    capture.spool, capture.boundaries, capture.captured, capture.failed = (
+        Spool(tmp_path / "spool", 1000),
+        (1,),
+        0,
+        0,
+    )
     capture.rows = {1: torch.randn(100, 64).bfloat16()}
-    refused = capture.hand_over("a", lambda: capture.whole(SimpleNamespace(origin_input_ids=list(range(100))), 0, 100))
+    refused = capture.hand_over(
+        "a", lambda: capture.whole(SimpleNamespace(origin_input_ids=list(range(100))), 0, 100)
+    )
     assert "more than the spool's quota of 1,000" in refused["error"] and not refused["again"]
 
 
@@ -79,9 +105,21 @@ def test_a_file_that_cannot_be_written_has_its_reason(tmp_path):
     wait_for(path.exists)
 
 
-@pytest.mark.parametrize("rows, said", [(99, "99 rows for 100 prompt tokens"), (101, "101 rows for 100")])
+@pytest.mark.parametrize(
+    "rows, said", [(99, "99 rows for 100 prompt tokens"), (101, "101 rows for 100")]
+)
 def test_missing_or_merged_rows_are_refused(tmp_path, rows, said):
     capture = Capture.__new__(Capture)
-    capture.spool, capture.boundaries, capture.captured, capture.failed = Spool(tmp_path / "spool", 10**9), (1,), 0, 0
+    capture.spool, capture.boundaries, capture.captured, capture.failed = (
+        Spool(tmp_path / "spool", 10**9),
+        (1,),
+        0,
+        0,
+    )
     capture.rows = {1: torch.randn(200, 8)}
-    assert said in capture.hand_over("a", lambda: capture.whole(SimpleNamespace(origin_input_ids=list(range(100))), 0, rows))["error"]
+    assert (
+        said
+        in capture.hand_over(
+            "a", lambda: capture.whole(SimpleNamespace(origin_input_ids=list(range(100))), 0, rows)
+        )["error"]
+    )

@@ -42,16 +42,32 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory):
-    return load_prompts(write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", N_TRAIN, N_HELDOUT))
+    return load_prompts(
+        write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", N_TRAIN, N_HELDOUT)
+    )
 
 
 def write_prompts(path, n_train: int, n_heldout: int):
     words = "the young eagle leaves its nest before it can hunt and someone has to teach it what the old bird knows".split()
     lines = []
     for n in range(n_train + n_heldout):
-        ask, answer = " ".join(words[(n * 7 + i) % len(words)] for i in range(3 + n % 9)), " ".join(words[(n * 3 + i) % len(words)] for i in range(4 + n % 13))
+        ask, answer = (
+            " ".join(words[(n * 7 + i) % len(words)] for i in range(3 + n % 9)),
+            " ".join(words[(n * 3 + i) % len(words)] for i in range(4 + n % 13)),
+        )
         split = "train" if n < n_train else "heldout"
-        lines.append({"id": f"p{n:03d}", "category": "chat", "topic": f"{split}-{n % 5}", "split": split, "messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]})
+        lines.append(
+            {
+                "id": f"p{n:03d}",
+                "category": "chat",
+                "topic": f"{split}-{n % 5}",
+                "split": split,
+                "messages": [
+                    {"role": "user", "content": ask},
+                    {"role": "assistant", "content": answer},
+                ],
+            }
+        )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -62,8 +78,17 @@ def job(data, target, prompts, tmp_path, monkeypatch):
     monkeypatch.setattr(eyas.capture.extract, "BACK_OFF_S", 0.01)
 
     def make(name, *servers, **settings):
-        config = Config.create(run_name=name, target=str(target.folder), boundaries=(1, 2), train_samples=N_TRAIN, heldout_samples=N_HELDOUT, max_length=128, concurrency=4,
-                               server_url=",".join(s.url for s in servers), **{"request_timeout_s": 30.0} | settings)
+        config = Config.create(
+            run_name=name,
+            target=str(target.folder),
+            boundaries=(1, 2),
+            train_samples=N_TRAIN,
+            heldout_samples=N_HELDOUT,
+            max_length=128,
+            concurrency=4,
+            server_url=",".join(s.url for s in servers),
+            **{"request_timeout_s": 30.0} | settings,
+        )
 
         def run(**options):
             return extract(config, need_servers(config), target, prompts, **options)
@@ -91,11 +116,21 @@ def serve(target, tmp_path):
 def small_shards(monkeypatch):
     """About six samples a shard."""
     init = StoreWriter.__init__
-    monkeypatch.setattr(StoreWriter, "__init__", lambda self, folder, manifest, head, shard_bytes: init(self, folder, manifest, head, 64 * 1024))
+    monkeypatch.setattr(
+        StoreWriter,
+        "__init__",
+        lambda self, folder, manifest, head, shard_bytes: init(
+            self, folder, manifest, head, 64 * 1024
+        ),
+    )
 
 
 def bytes_of(config) -> dict[str, bytes]:
-    return {str(p.relative_to(config.store_dir)): p.read_bytes() for p in sorted(config.store_dir.rglob("*")) if p.is_file() and p.name not in ("data_config.json", "verification.json")}
+    return {
+        str(p.relative_to(config.store_dir)): p.read_bytes()
+        for p in sorted(config.store_dir.rglob("*"))
+        if p.is_file() and p.name not in ("data_config.json", "verification.json")
+    }
 
 
 @pytest.fixture
@@ -115,11 +150,15 @@ def whole(config, undisturbed, prompts, target, spool) -> None:
 
 
 def adds_up(summary) -> bool:
-    return summary.asked == summary.extracted + summary.skipped + summary.failed == N_TRAIN + N_HELDOUT
+    return (
+        summary.asked == summary.extracted + summary.skipped + summary.failed == N_TRAIN + N_HELDOUT
+    )
 
 
 @pytest.mark.parametrize("fault", [500, 429, "cut", "torn", "late", "lacks"])
-def test_every_third_request_fails_once_and_the_run_does_not(job, serve, undisturbed, prompts, target, fault):
+def test_every_third_request_fails_once_and_the_run_does_not(
+    job, serve, undisturbed, prompts, target, fault
+):
     server = serve(lambda n: fault if n % 3 == 0 else "")
     config, run = job("disturbed", server)
     summary = run()
@@ -129,12 +168,25 @@ def test_every_third_request_fails_once_and_the_run_does_not(job, serve, undistu
     whole(config, undisturbed, prompts, target, server.spool)
 
 
-@pytest.mark.parametrize("fault, said", [(500, "HTTP 500"), ("cut", "RemoteProtocolError"), ("torn", "can't be read"), ("enospc", "No space left"), ("hang", "ReadTimeout")])
-def test_from_the_tenth_request_on_everything_fails_and_the_job_stops_with_the_reason(job, serve, undisturbed, prompts, target, fault, said, monkeypatch):
+@pytest.mark.parametrize(
+    "fault, said",
+    [
+        (500, "HTTP 500"),
+        ("cut", "RemoteProtocolError"),
+        ("torn", "can't be read"),
+        ("enospc", "No space left"),
+        ("hang", "ReadTimeout"),
+    ],
+)
+def test_from_the_tenth_request_on_everything_fails_and_the_job_stops_with_the_reason(
+    job, serve, undisturbed, prompts, target, fault, said, monkeypatch
+):
     server = serve(lambda n: fault if n >= 10 else "")
     config, run = job("disturbed", server, request_timeout_s=0.2 if fault == "hang" else 60.0)
     monkeypatch.setattr(eyas.capture.extract, "FAILURES_IN_A_ROW", 4)
-    with pytest.raises(EyasError, match=f"4 samples failed in a row.*{said}.*the same command again"):
+    with pytest.raises(
+        EyasError, match=f"4 samples failed in a row.*{said}.*the same command again"
+    ):
         run()
     store = Store.open(config.store_dir)
     assert 0 < len(store.samples()) < 12 and set(store.index["state"]) == {"extracted", "pending"}
@@ -163,25 +215,42 @@ def test_the_server_goes_away_and_comes_back(job, serve, undisturbed, prompts, t
     whole(config, undisturbed, prompts, target, again.spool)
 
 
-def test_two_servers_share_the_work_and_one_may_die(job, serve, undisturbed, prompts, target, monkeypatch):
+def test_two_servers_share_the_work_and_one_may_die(
+    job, serve, undisturbed, prompts, target, monkeypatch
+):
     one, other = serve(), serve(spool="other-spool")
     config, run = job("shared", one, other)
     assert run().extracted == N_TRAIN + N_HELDOUT and min(one.served, other.served) > 8
     whole(config, undisturbed, prompts, target, one.spool)
     one.fault = lambda n: 500
-    monkeypatch.setattr(eyas.capture.extract, "BACK_OFF_S", 1.0)  # it rests, and a retry goes to the other one
+    monkeypatch.setattr(
+        eyas.capture.extract, "BACK_OFF_S", 1.0
+    )  # it rests, and a retry goes to the other one
     config, run = job("one-dead", one, other)
     assert run().failed == 0
     whole(config, undisturbed, prompts, target, other.spool)
 
 
-@pytest.mark.parametrize("fault, said", [("nan", "NaN"), ("short", "rows for"), ("other", "other token ids"), ("nothing", "names no file"), (400, "HTTP 400")])
-def test_a_sample_with_a_fault_of_its_own_is_listed_and_tried_again_only_when_asked(job, serve, undisturbed, prompts, target, fault, said):
+@pytest.mark.parametrize(
+    "fault, said",
+    [
+        ("nan", "NaN"),
+        ("short", "rows for"),
+        ("other", "other token ids"),
+        ("nothing", "names no file"),
+        (400, "HTTP 400"),
+    ],
+)
+def test_a_sample_with_a_fault_of_its_own_is_listed_and_tried_again_only_when_asked(
+    job, serve, undisturbed, prompts, target, fault, said
+):
     server = serve(lambda n: fault if n in (7, 23) else "")
     config, run = job("disturbed", server)
     summary = run()
     assert adds_up(summary) and (summary.failed, summary.pending) == (2, 0)
-    assert all(said in reason for reason in summary.reasons.values()) and "--retry-failed" in str(summary)
+    assert all(said in reason for reason in summary.reasons.values()) and "--retry-failed" in str(
+        summary
+    )
     again = run()
     assert (again.extracted, again.failed) == (0, 2)
     assert run(retry_failed=True).failed == 0
@@ -208,7 +277,9 @@ def test_client_killed_at_twelve_moments(job, serve, undisturbed, prompts, targe
     whole(config, undisturbed, prompts, target, server.spool)
 
 
-@pytest.mark.parametrize("what", ["shards/", "index.parquet", "manifest.json", "head.safetensors", "data_config.json"])
+@pytest.mark.parametrize(
+    "what", ["shards/", "index.parquet", "manifest.json", "head.safetensors", "data_config.json"]
+)
 def test_the_stores_disk_is_full(job, serve, undisturbed, prompts, target, monkeypatch, what):
     server = serve()
     config, run = job("disturbed", server)
@@ -222,7 +293,9 @@ def test_the_stores_disk_is_full(job, serve, undisturbed, prompts, target, monke
         replace(source, goal)
 
     monkeypatch.setattr(eyas.files.os, "replace", full)
-    with pytest.raises(EyasError, match="writing the store failed: No space left.*the same command again"):
+    with pytest.raises(
+        EyasError, match="writing the store failed: No space left.*the same command again"
+    ):
         run()
     monkeypatch.setattr(eyas.files.os, "replace", replace)
     assert adds_up(run())
@@ -244,7 +317,9 @@ def test_a_store_on_a_read_only_file_system_is_said(job, serve, monkeypatch):
         run()
 
 
-def test_a_clock_that_goes_backwards_changes_nothing(job, serve, undisturbed, prompts, target, monkeypatch):
+def test_a_clock_that_goes_backwards_changes_nothing(
+    job, serve, undisturbed, prompts, target, monkeypatch
+):
     server, now = serve(), [2e9]
 
     def backwards():
@@ -258,7 +333,9 @@ def test_a_clock_that_goes_backwards_changes_nothing(job, serve, undisturbed, pr
     whole(config, undisturbed, prompts, target, server.spool)
 
 
-def test_a_second_client_is_refused_while_the_first_one_runs(job, serve, undisturbed, prompts, target):
+def test_a_second_client_is_refused_while_the_first_one_runs(
+    job, serve, undisturbed, prompts, target
+):
     holding, go = threading.Event(), threading.Event()
 
     def hold(n):
@@ -272,9 +349,14 @@ def test_a_second_client_is_refused_while_the_first_one_runs(job, serve, undistu
     first = threading.Thread(target=run)
     first.start()
     assert holding.wait(30)
-    theirs = server.spool / f"{Fleet(config, need_servers(config), [server.status() for server in need_servers(config)]).prefix}waits.safetensors"
+    theirs = (
+        server.spool
+        / f"{Fleet(config, need_servers(config), [server.status() for server in need_servers(config)]).prefix}waits.safetensors"
+    )
     theirs.write_bytes(b"of the first client, which has yet to take it")
-    with pytest.raises(EyasError, match="another process is writing to the store of run 'disturbed'"):
+    with pytest.raises(
+        EyasError, match="another process is writing to the store of run 'disturbed'"
+    ):
         run()
     assert theirs.is_file()
     go.set()
@@ -286,9 +368,14 @@ def test_too_little_room_is_refused_with_the_numbers_or_allowed(job, serve, monk
     server = serve()
     config, run = job("small", server)
     monkeypatch.setattr("eyas.capture.plan.free_bytes", lambda folder: 5000)
-    with pytest.raises(EyasError, match=r"has 4.88 KiB free, [\d.]+ [KM]iB will be written \(48 samples, [\d,]+ tokens\).*--anyway"):
+    with pytest.raises(
+        EyasError,
+        match=r"has 4.88 KiB free, [\d.]+ [KM]iB will be written \(48 samples, [\d,]+ tokens\).*--anyway",
+    ):
         run()
-    assert server.served == 0 and not len(Store.open(config.store_dir).index)  # fewer may be asked for next
+    assert server.served == 0 and not len(
+        Store.open(config.store_dir).index
+    )  # fewer may be asked for next
     assert run(anyway=True).failed == 0
 
 
@@ -301,7 +388,11 @@ def test_room_is_counted_for_each_disk_and_in_what_the_servers_compute(tmp_path,
     need = plan.bytes + 140_000 + SPARE_BYTES
     for free in (need, need - 1):
         monkeypatch.setattr("eyas.capture.plan.free_bytes", lambda folder, free=free: free)
-        with contextlib.nullcontext() if free == need else pytest.raises(EyasError, match="the disk of the store and spool has"):
+        with (
+            contextlib.nullcontext()
+            if free == need
+            else pytest.raises(EyasError, match="the disk of the store and spool has")
+        ):
             check_room(plan, tmp_path, {one: 40_000, other: 100_000, tmp_path / "unseen": 10**12})
     fleet = Fleet.__new__(Fleet)
     fleet.spools, fleet.quotas, fleet.token_bytes = [one, other], [40_000, 200_000], 1000
@@ -317,7 +408,9 @@ def test_damage_that_a_run_meets_is_counted_once(job, serve, undisturbed, prompt
     shard = store.index[store.index["shard"] == store.row(bad)["shard"]]
     path = config.store_dir / "shards" / store.row(bad)["shard"]
     content = bytearray(path.read_bytes())
-    content[int(shard.loc[shard["id"] != bad, "offset"].iloc[0]) - int(shard["length"].sum())] ^= 1  # the loss masks lie last
+    content[int(shard.loc[shard["id"] != bad, "offset"].iloc[0]) - int(shard["length"].sum())] ^= (
+        1  # the loss masks lie last
+    )
     path.write_bytes(content)
     summary = run(retry_failed=True)
     assert adds_up(summary) and (summary.extracted, summary.failed, summary.pending) == (1, 1, 1)
@@ -332,13 +425,27 @@ def test_repair_goes_on_until_the_store_is_whole(job, serve, undisturbed, prompt
     run()
     (config.store_dir / "index.parquet").unlink()
     (config.store_dir / "data_config.json").write_text("[]")
-    for path in (config.store_dir / "shards" / "000001.safetensors", config.store_dir / "head.safetensors"):
+    for path in (
+        config.store_dir / "shards" / "000001.safetensors",
+        config.store_dir / "head.safetensors",
+    ):
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
-    settings = {"run_name": "disturbed", "target": target.folder, "boundaries": "[1,2]", "prompt_set": prompts.path, "train_samples": N_TRAIN, "heldout_samples": N_HELDOUT,
-                "max_length": 128, "server_url": server.url}
-    command = ["verify", *(word for name, value in settings.items() for word in ("-p", name, str(value)))]
+    settings = {
+        "run_name": "disturbed",
+        "target": target.folder,
+        "boundaries": "[1,2]",
+        "prompt_set": prompts.path,
+        "train_samples": N_TRAIN,
+        "heldout_samples": N_HELDOUT,
+        "max_length": 128,
+        "server_url": server.url,
+    }
+    command = [
+        "verify",
+        *(word for name, value in settings.items() for word in ("-p", name, str(value))),
+    ]
     assert main(command) == 1 and "next: the same command with --repair" in capsys.readouterr().out
     assert main([*command, "--repair"]) == 0
     whole(config, undisturbed, prompts, target, server.spool)
@@ -358,7 +465,11 @@ def test_another_prompt_set_is_said_and_damages_no_sample(job, serve, prompts, t
     other = write_prompts(tmp_path / "other.jsonl", N_TRAIN, N_HELDOUT)
     other.write_text(other.read_text().replace("eagle", "buzzard").replace("p000", "p900"))
     report = verify(config.store_dir, load_prompts(other), target.tokenizer())
-    assert [name for name, ok, _ in report.checks if not ok] == ["prompt set"] and not report.damaged and report.foreign
+    assert (
+        [name for name, ok, _ in report.checks if not ok] == ["prompt set"]
+        and not report.damaged
+        and report.foreign
+    )
 
 
 def test_a_spool_that_cannot_be_cleared_costs_nothing(job, serve, monkeypatch):
@@ -367,7 +478,13 @@ def test_a_spool_that_cannot_be_cleared_costs_nothing(job, serve, monkeypatch):
 
     server = serve(lambda n: 500 if n > 20 else "")
     config, run = job("kept", server)
-    monkeypatch.setattr(eyas.capture.extract.Path, "glob", lambda self, pattern, glob=eyas.capture.extract.Path.glob: refuse() if self == server.spool else glob(self, pattern))
+    monkeypatch.setattr(
+        eyas.capture.extract.Path,
+        "glob",
+        lambda self, pattern, glob=eyas.capture.extract.Path.glob: (
+            refuse() if self == server.spool else glob(self, pattern)
+        ),
+    )
     with pytest.raises(EyasError, match="failed in a row"):
         run()
     assert len(Store.open(config.store_dir).samples()) > 10
@@ -406,14 +523,20 @@ def test_fp8_halves_the_store_and_wide_dumps_hold_what_was_asked(job, serve, tar
     run()
     small, run = job("small", serve(spool="b"), store_fp8=True)
     run()
-    assert 0.5 < Store.open(small.store_dir).token_bytes / Store.open(exact.store_dir).token_bytes < 0.6
+    assert (
+        0.5
+        < Store.open(small.store_dir).token_bytes / Store.open(exact.store_dir).token_bytes
+        < 0.6
+    )
     wide = FaultyServer(target, tuple(range(5)), tmp_path / "wide")
     config, run = job("wide", wide, extra_boundaries="all")
     run()
     wide.close()
     store, id = Store.open(config.store_dir), Store.open(exact.store_dir).samples()[3]
     assert store.boundaries == (0, 1, 2, 3, 4)
-    assert store.read(id, (2,))["states"][2].equal(Store.open(exact.store_dir).read(id)["states"][2])
+    assert store.read(id, (2,))["states"][2].equal(
+        Store.open(exact.store_dir).read(id)["states"][2]
+    )
 
 
 # --- the real server -----------------------------------------------------------------------------------------------------------
@@ -435,10 +558,20 @@ def test_real_server_under_kills_of_client_scheduler_and_server(tmp_path, monkey
 
 @pytest.mark.slow
 @pytest.mark.server
-def test_a_real_server_whose_spool_is_full_says_so_and_the_job_goes_on_elsewhere(data, target, prompts, monkeypatch):
+def test_a_real_server_whose_spool_is_full_says_so_and_the_job_goes_on_elsewhere(
+    data, target, prompts, monkeypatch
+):
     """The spool's quota holds one sample at most; with a folder that cannot be written the reason comes from the server's own thread."""
-    config = Config.create(run_name="full", target=str(target.folder), boundaries=(1, 2), train_samples=N_TRAIN, heldout_samples=N_HELDOUT, max_length=128, concurrency=4,
-                           spool_gib=50_000 / 2**30)
+    config = Config.create(
+        run_name="full",
+        target=str(target.folder),
+        boundaries=(1, 2),
+        train_samples=N_TRAIN,
+        heldout_samples=N_HELDOUT,
+        max_length=128,
+        concurrency=4,
+        spool_gib=50_000 / 2**30,
+    )
     with server_up(config, tied=True) as server:
         summary = extract(config, need_servers(config), target, prompts)
         assert summary.extracted + summary.pending == summary.asked and summary.extracted > 0
@@ -447,4 +580,9 @@ def test_a_real_server_whose_spool_is_full_says_so_and_the_job_goes_on_elsewhere
         spool.rmdir()
         spool.symlink_to("/dev/full")
         with pytest.raises(EyasError, match="failed in a row"):
-            extract(Config.create(**{**config.__dict__, "run_name": "full2", "server_url": server.url}), need_servers(config), target, prompts)
+            extract(
+                Config.create(**{**config.__dict__, "run_name": "full2", "server_url": server.url}),
+                need_servers(config),
+                target,
+                prompts,
+            )

@@ -65,10 +65,14 @@ LONG = {  # commands of `bash long` blocks, and `make`: why they are not run, an
 } | {  # the study of one's own
     f"python -m eyas {command.replace('MINE', '--profile my.yaml -p run_name my-layers')}": "a server and fifty trainings; tests/test_sweep.py runs a small sweep"
     for command in (
-        "server up MINE -p extra_boundaries all", "extract MINE -p extra_boundaries all", "parity MINE -p extra_boundaries all", "server down MINE",
-        "sweep MINE -p epochs 1.0", "report MINE -p extra_boundaries all -p epochs 1.0 -p notebooks 06",
+        "server up MINE -p extra_boundaries all",
+        "extract MINE -p extra_boundaries all",
+        "parity MINE -p extra_boundaries all",
+        "server down MINE",
+        "sweep MINE -p epochs 1.0",
+        "report MINE -p extra_boundaries all -p epochs 1.0 -p notebooks 06",
     )
-}  # fmt: skip
+}
 NOT_RUN = {  # commands that pages name and no page runs: what does
     ("serve-check",): "tests/test_served.py",
     ("job", "follow"): "tests/test_lab.py",
@@ -79,10 +83,18 @@ NOT_RUN = {  # commands that pages name and no page runs: what does
 }
 # A tiny target has fewer tokens and blocks than the page's model, and a test less time.
 SMALLER = {
-    "draft_vocab_size: 4096": "draft_vocab_size: 384", "head -n 96": "head -n 24", "head -n 16": "head -n 6",
-    "train_samples: 96": "train_samples: 24", "heldout_samples: 16": "heldout_samples: 6", "max_new_tok: 48": "max_new_tok: 24", "epochs: 3.0": "epochs: 2.0", "decode_prompts: 8": "decode_prompts: 4",
-    "threads: 1": "threads: 1\nserver_timeout_s: 900.0", "decode_new_tok: 32": "decode_new_tok: 16", "check_bf16_prompts: 4": "check_bf16_prompts: 2",
-}  # fmt: skip
+    "draft_vocab_size: 4096": "draft_vocab_size: 384",
+    "head -n 96": "head -n 24",
+    "head -n 16": "head -n 6",
+    "train_samples: 96": "train_samples: 24",
+    "heldout_samples: 16": "heldout_samples: 6",
+    "max_new_tok: 48": "max_new_tok: 24",
+    "epochs: 3.0": "epochs: 2.0",
+    "decode_prompts: 8": "decode_prompts: 4",
+    "threads: 1": "threads: 1\nserver_timeout_s: 900.0",
+    "decode_new_tok: 32": "decode_new_tok: 16",
+    "check_bf16_prompts: 4": "check_bf16_prompts: 2",
+}
 
 
 # ---- reading the pages
@@ -103,7 +115,11 @@ class Block:
     def commands(self) -> list[str]:
         """Lines of a shell, continued ones joined, comments left out."""
         lines = self.text.replace("\\\n", " ").splitlines()
-        return [" ".join(line.split()) if "'" not in line else line.strip() for line in (re.sub(r"(^|\s)#.*", "", line) for line in lines) if line.strip()]
+        return [
+            " ".join(line.split()) if "'" not in line else line.strip()
+            for line in (re.sub(r"(^|\s)#.*", "", line) for line in lines)
+            if line.strip()
+        ]
 
 
 def blocks(page: Path) -> list[Block]:
@@ -124,7 +140,9 @@ def slugs(page: Path) -> set[str]:
     """The anchors that GitHub gives a page's headings."""
     found = set()
     for heading in re.findall(r"^#+ (.+)$", prose(page), re.M):
-        slug = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()).replace(" ", "-")
+        slug = re.sub(
+            r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        ).replace(" ", "-")
         while slug in found:
             slug += "-1"
         found.add(slug)
@@ -143,8 +161,12 @@ def eyas_arguments(command: str) -> list[str] | None:
 
 def every_command(page: Path, refused: bool = False) -> list[str]:
     """Of blocks and sentences; `refused`: also those that a page shows being refused."""
-    return [command for block in blocks(page) if block.language == "bash" and (refused or "fails" not in block.marks) for command in block.commands()] + [
-        code for code in inline(page) if code.startswith(("python -m ", "make "))]
+    return [
+        command
+        for block in blocks(page)
+        if block.language == "bash" and (refused or "fails" not in block.marks)
+        for command in block.commands()
+    ] + [code for code in inline(page) if code.startswith(("python -m ", "make "))]
 
 
 # ---- what can be said without running anything
@@ -155,34 +177,50 @@ def test_blocks_are_of_known_kinds(page):
     """A language, known marks, and no block that nobody looks at."""
     for block in blocks(page):
         assert block.language in ("bash", "text", "yaml", "json", "python", "diff"), block
-        assert block.language in ("yaml", "python", "diff", "text") or set(block.words) <= set(MARKS), block.words
+        assert block.language in ("yaml", "python", "diff", "text") or set(block.words) <= set(
+            MARKS
+        ), block.words
     assert page.read_text().count("```") == 2 * len(blocks(page))
 
 
 @each_page
 def test_links_lead_somewhere(page):
     """Files of the repository that git has or would take, with anchors that are there."""
-    known = set(subprocess.run(["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"], capture_output=True, text=True).stdout.splitlines())
+    known = set(
+        subprocess.run(
+            ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"],
+            capture_output=True,
+            text=True,
+        ).stdout.splitlines()
+    )
     for link in re.findall(r"!?\[[^\]]*\]\(([^)\s]+)\)", prose(page)):
         if link.startswith(("http://", "https://")):
             continue
         name, _, anchor = link.partition("#")
         path = (page.parent / name).resolve() if name else page
         relative = str(path.relative_to(ROOT))
-        assert path.exists() and (not known or relative in known or any(k.startswith(relative + "/") for k in known)), f"{page.name}: {link}"
+        assert path.exists() and (
+            not known or relative in known or any(k.startswith(relative + "/") for k in known)
+        ), f"{page.name}: {link}"
         assert not anchor or anchor in slugs(path), f"{page.name}: {link} has no such heading"
 
 
 @each_page
 def test_named_files_functions_and_settings_exist(page):
     """Paths, dotted names of the library, tests and `-p` settings between backticks."""
-    folders = "lib tests notebooks patches benchmarks requirements docs data_manifests reports".split()
+    folders = (
+        "lib tests notebooks patches benchmarks requirements docs data_manifests reports".split()
+    )
     for code in inline(page):
-        if re.fullmatch(rf"(?:{'|'.join(folders)})/[\w./*-]+(?:::\w+)?", code) and not re.search(r"\.\.\.|[A-Z]{3}", code.partition(".")[0]):
+        if re.fullmatch(rf"(?:{'|'.join(folders)})/[\w./*-]+(?:::\w+)?", code) and not re.search(
+            r"\.\.\.|[A-Z]{3}", code.partition(".")[0]
+        ):
             name, _, function = code.partition("::")
             found = list(ROOT.glob(name.rstrip("/")))
             assert found, f"{page.name}: {code}"
-            assert not function or re.search(rf"^def {function}\b", found[0].read_text(), re.M), f"{page.name}: {code}"
+            assert not function or re.search(rf"^def {function}\b", found[0].read_text(), re.M), (
+                f"{page.name}: {code}"
+            )
         if re.fullmatch(r"eyas(?:\.\w+)+(?:\(\))?", code):
             resolve(code.removesuffix("()"))
         for name in re.findall(r"(?:^|\s)-p ([a-z]\w*)", code):
@@ -198,12 +236,16 @@ def resolve(dotted: str):
 def test_every_command_is_understood(page):
     """By the parser of the command line, with settings that there are and values that they take; `make` targets exist."""
     makefile = (ROOT / "Makefile").read_text()
-    profiles = {p.stem for p in PROFILES.glob("*.yaml")} | {word for p in PAGES for block in blocks(p) for word in block.words if word.endswith(".yaml")}
+    profiles = {p.stem for p in PROFILES.glob("*.yaml")} | {
+        word for p in PAGES for block in blocks(p) for word in block.words if word.endswith(".yaml")
+    }
     for command in every_command(page):
         if command.startswith("make "):
             target, *variables = command.split()[1:]
             assert re.search(rf"^{target}:", makefile, re.M), f"{page.name}: {command}"
-            assert all(variable.split("=")[0] in ("P", "PYTHON") for variable in variables), f"{page.name}: {command}"
+            assert all(variable.split("=")[0] in ("P", "PYTHON") for variable in variables), (
+                f"{page.name}: {command}"
+            )
         arguments = eyas_arguments(command)
         if arguments is None:
             continue
@@ -223,8 +265,16 @@ def test_every_command_is_understood(page):
 
 
 def test_long_commands_have_a_reason():
-    named = {command for page in PAGES for block in blocks(page) if "long" in block.marks for command in block.commands()}
-    named |= {command for page in PAGES for command in every_command(page) if command.startswith("make ")}
+    named = {
+        command
+        for page in PAGES
+        for block in blocks(page)
+        if "long" in block.marks
+        for command in block.commands()
+    }
+    named |= {
+        command for page in PAGES for command in every_command(page) if command.startswith("make ")
+    }
     assert named == set(LONG)
 
 
@@ -232,7 +282,11 @@ def test_long_commands_have_a_reason():
 def test_json_and_yaml_are_whole(page):
     for block in blocks(page):
         if block.language == "json":
-            for line in block.text.strip().split("\n") if len(block.text.strip().split("\n")) > 1 and block.text.startswith("{\"") else [block.text]:
+            for line in (
+                block.text.strip().split("\n")
+                if len(block.text.strip().split("\n")) > 1 and block.text.startswith('{"')
+                else [block.text]
+            ):
                 json.loads(line)
         if block.language == "yaml":
             Config.create(**yaml.safe_load(block.text))
@@ -241,16 +295,24 @@ def test_json_and_yaml_are_whole(page):
 def test_every_module_is_listed():
     listed = "".join(block.text for block in blocks(DOCS / "extending.md") if "tree" in block.words)
     library = ROOT / "lib" / "eyas"
-    modules = {p.relative_to(library).as_posix() for p in library.rglob("*.py") if p.name not in ("__init__.py", "__main__.py")}
+    modules = {
+        p.relative_to(library).as_posix()
+        for p in library.rglob("*.py")
+        if p.name not in ("__init__.py", "__main__.py")
+    }
     assert modules == set(re.findall(r"\b([\w/]+\.py)\b", listed))
 
 
 def test_every_kind_of_command_runs_somewhere():
     """What a page only names in a sentence, some page runs: each command of the command line that is named at all."""
+
     def kind(arguments: list[str]) -> tuple[str, ...]:
         parser, words = build_parser(), []
         for argument in arguments:
-            choices = next((a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)), {})
+            choices = next(
+                (a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)),
+                {},
+            )
             if argument not in choices:
                 break
             parser, words = choices[argument], [*words, argument]
@@ -261,9 +323,17 @@ def test_every_kind_of_command_runs_somewhere():
         for block in (b for b in blocks(page) if b.language == "bash"):
             for command in block.commands():
                 if arguments := eyas_arguments(command):
-                    (run if not block.marks & {"gpu", "long", "peer"} else set()).add(kind(arguments))
-        named |= {kind(arguments): f"{page.name}: {command}" for command in every_command(page, refused=True) if (arguments := eyas_arguments(command))}
-    missing = {words: where for words, where in named.items() if words not in run and words not in NOT_RUN}
+                    (run if not block.marks & {"gpu", "long", "peer"} else set()).add(
+                        kind(arguments)
+                    )
+        named |= {
+            kind(arguments): f"{page.name}: {command}"
+            for command in every_command(page, refused=True)
+            if (arguments := eyas_arguments(command))
+        }
+    missing = {
+        words: where for words, where in named.items() if words not in run and words not in NOT_RUN
+    }
     assert not missing
     assert set(NOT_RUN) <= set(named), "NOT_RUN names what no page has"
 
@@ -279,7 +349,11 @@ class World:
         self.said: list[str] = []  # what the last block printed, lines
         for name in ("models", "prompts", "data"):
             (folder / name).mkdir()
-        self.environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "lib"), "EYAS_DATA": str(folder / "data")}
+        self.environment = os.environ | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT / "lib"),
+            "EYAS_DATA": str(folder / "data"),
+        }
         make_tiny_target(folder / "models" / "my-model", n_blocks=8, seed=3)
 
     def here(self, text: str) -> str:
@@ -304,7 +378,9 @@ class World:
                 for command in block.commands():
                     code, text = self.shell(self.here(command), "copy" in block.marks)
                     self.said += text.replace("\r", "\n").splitlines()
-                    assert (code != 0) == ("fails" in block.marks), f"{page.name}: {command} ended with {code}:\n{text[-3000:]}"
+                    assert (code != 0) == ("fails" in block.marks), (
+                        f"{page.name}: {command} ended with {code}:\n{text[-3000:]}"
+                    )
             elif block.language == "diff":
                 self.apply(block)
             elif block.language == "python" and block.words[:1] == ("cell",):
@@ -321,8 +397,20 @@ class World:
     @functools.cached_property
     def copy(self) -> Path:
         folder = self.folder / "copy"
-        for name in ("lib", "tests", "notebooks", "patches", "benchmarks", "data_manifests", "requirements"):
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", ".ipynb_checkpoints"))
+        for name in (
+            "lib",
+            "tests",
+            "notebooks",
+            "patches",
+            "benchmarks",
+            "data_manifests",
+            "requirements",
+        ):
+            shutil.copytree(
+                ROOT / name,
+                folder / name,
+                ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", ".ipynb_checkpoints"),
+            )
         for name in ("pyproject.toml", "README.md", "Makefile"):
             shutil.copy(ROOT / name, folder / name)
         shutil.copy(self.folder / "my.yaml", folder / "my.yaml")
@@ -355,13 +443,26 @@ class World:
 
     def process(self, command: list[str], copy: bool) -> tuple[int, str]:
         environment = self.environment | ({"PYTHONPATH": str(self.copy / "lib")} if copy else {})
-        done = subprocess.run(command, cwd=self.copy if copy else self.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
+        done = subprocess.run(
+            command,
+            cwd=self.copy if copy else self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=600,
+        )
         return done.returncode, done.stdout
 
     def shell(self, command: str, copy: bool) -> tuple[int, str]:
         """Commands of eyas run in this process, which has imported everything already; others, and those of the copy, in one of their own."""
         arguments = eyas_arguments(command)
-        if copy or arguments is None or not command.startswith("python -m eyas ") or re.search(r"[|>;&]", command):
+        if (
+            copy
+            or arguments is None
+            or not command.startswith("python -m eyas ")
+            or re.search(r"[|>;&]", command)
+        ):
             return self.process(["bash", "-ec", command], copy)
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
             try:
@@ -372,18 +473,25 @@ class World:
 
     def compare(self, page: Path, block: Block) -> None:
         """Each line of the page is a line that was printed, in this order; numbers and names of sizes may be others, `...` is anything."""
+
         def plain(line: str) -> str:
             line = line.replace(str(self.folder), "")
             line = re.sub(r"\b0x[0-9a-f]+|\b[0-9a-f]{12,64}\b", "#", line)
             line = re.sub(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?", "#", line)
-            return " ".join(re.sub(r"# (?:[KMGT]iB|bytes|B)\b|# (?:s|min|minutes)(?: # s)?\b", "# unit", line).split())
+            return " ".join(
+                re.sub(
+                    r"# (?:[KMGT]iB|bytes|B)\b|# (?:s|min|minutes)(?: # s)?\b", "# unit", line
+                ).split()
+            )
 
         said = [plain(line) for line in self.said]
         at = 0
         for line in filter(str.strip, block.text.splitlines()):
             pattern = ".*".join(map(re.escape, plain(line).split("...")))
             found = next((i for i in range(at, len(said)) if re.fullmatch(pattern, said[i])), None)
-            assert found is not None, f"{page.name} shows\n  {line}\nprinted was\n  " + "\n  ".join(self.said)
+            assert found is not None, f"{page.name} shows\n  {line}\nprinted was\n  " + "\n  ".join(
+                self.said
+            )
             at = found + 1
 
 
@@ -409,7 +517,9 @@ def world(tmp_path_factory):
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("page", [p for p in PAGES if p.stem != "your-model"], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if p.stem != "your-model"], ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_commands_run(page, world):
     """Every block that is not marked; your-model.md has run when the world was made."""
     world.run(page)
@@ -420,7 +530,9 @@ def test_commands_run(page, world):
 
 def documented(page: Path, heading: str) -> tuple[set[str], set[str]]:
     """(names, those that are there only sometimes) in the first column of the table below a heading."""
-    text = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#)", page.read_text() + "\n#", re.M | re.S).group(1)
+    text = re.search(
+        rf"^#+ {re.escape(heading)}\n(.*?)(?=^#)", page.read_text() + "\n#", re.M | re.S
+    ).group(1)
     names, sometimes = set(), set()
     for first, meaning in re.findall(r"^\| (`[^|]+`) \| ([^|]+)", text, re.M):
         found = set(re.findall(r"`([^`]+)`", first))
@@ -434,7 +546,9 @@ def documented(page: Path, heading: str) -> tuple[set[str], set[str]]:
 def leaves(value, name: str = "") -> set[str]:
     """Dotted names of the values of a JSON-like value; [] for the objects of a list."""
     if isinstance(value, dict) and value:
-        return set().union(*(leaves(v, f"{name}.{k}" if name else str(k)) for k, v in value.items()))
+        return set().union(
+            *(leaves(v, f"{name}.{k}" if name else str(k)) for k, v in value.items())
+        )
     if isinstance(value, list) and value and all(isinstance(v, dict) for v in value):
         return set().union(*(leaves(v, f"{name}[]") for v in value))
     return {name}
@@ -447,9 +561,17 @@ def check_fields(page: Path, heading: str, found: set[str]) -> None:
     def pattern(name: str) -> str:
         return re.sub(r"(?<=[_.])[ib](?=$|\\\.)", r"\\d+", re.escape(name)) + r"(?:$|[.\[])"
 
-    missing = {field for field in found if not any(re.match(pattern(name), field) for name in names)}
-    made_up = {name for name in names - sometimes if not any(re.match(pattern(name), field) for field in found)}
-    assert not missing and not made_up, f"{page.name}, {heading}: not in the table {sorted(missing)}; in no file {sorted(made_up)}"
+    missing = {
+        field for field in found if not any(re.match(pattern(name), field) for name in names)
+    }
+    made_up = {
+        name
+        for name in names - sometimes
+        if not any(re.match(pattern(name), field) for field in found)
+    }
+    assert not missing and not made_up, (
+        f"{page.name}, {heading}: not in the table {sorted(missing)}; in no file {sorted(made_up)}"
+    )
 
 
 def columns(path: Path) -> set[str]:
@@ -466,7 +588,10 @@ def test_fields(world):
     """docs/formats.md against the files of the run that the pages have made."""
     page, run = DOCS / "formats.md", world.config().run_dir
     store, drafter, acceptance = run / "store", run / "drafter", run / "acceptance"
-    for folder, names in ((store, "manifest data_config verification parity"), (acceptance, "acceptance walk speed")):
+    for folder, names in (
+        (store, "manifest data_config verification parity"),
+        (acceptance, "acceptance walk speed"),
+    ):
         for name in names.split():
             check_fields(page, f"{name}.json", leaves(read_json(folder / f"{name}.json")))
     check_fields(page, "index.parquet", columns(store / "index.parquet"))
@@ -489,8 +614,16 @@ def test_fields_of_a_sweep(target):
     """The tables of a study, from made-up counts and states."""
     text = (DOCS / "formats.md").read_text()
     made = {
-        "table": layers.choices_table(made_counts(("2 4 5", 0, np.full(3, 2), np.full(3, 4))), target, FakeStore, {(2, 4, 5): "default"}, 0),
-        "forward": layers.forward_selection([1], lambda options: {o: 1.0 for o in options}, lambda choice: 0.0, 1, 1),
+        "table": layers.choices_table(
+            made_counts(("2 4 5", 0, np.full(3, 2), np.full(3, 4))),
+            target,
+            FakeStore,
+            {(2, 4, 5): "default"},
+            0,
+        ),
+        "forward": layers.forward_selection(
+            [1], lambda options: {o: 1.0 for o in options}, lambda choice: 0.0, 1, 1
+        ),
     }
     for name, table in made.items():
         row = re.search(rf"^\| `{name}.parquet` \| [^|]+ \| ([^|]+) \|$", text, re.M).group(1)

@@ -20,13 +20,27 @@ def test_all_is_well_here_and_both_plugins_apply(embedded, capsys, monkeypatch):
     monkeypatch.setattr(doctor, "MEMORY_BYTES", 0)  # another process of tests may hold it
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert "WRONG" not in out and len(out.splitlines()) <= 24 and max(map(len, out.splitlines())) <= 150  # one screen
-    for text in ("4 hooks applied", "plain CPU platform", f"{len(doctor.read_lock(doctor.lock_path()))} of ", "SmolLM2-135M-Instruct, converted", "0.5.23"):
+    assert (
+        "WRONG" not in out
+        and len(out.splitlines()) <= 24
+        and max(map(len, out.splitlines())) <= 150
+    )  # one screen
+    for text in (
+        "4 hooks applied",
+        "plain CPU platform",
+        f"{len(doctor.read_lock(doctor.lock_path()))} of ",
+        "SmolLM2-135M-Instruct, converted",
+        "0.5.23",
+    ):
         assert text in out
 
 
 def test_what_is_wrong_is_said_with_the_command_and_exit_code_1(monkeypatch, capsys):
-    found = [Check("Python", True, "3.11.7"), Check("disk", False, "1 KiB free", "set EYAS_DATA"), Check("cores", None, "2")]
+    found = [
+        Check("Python", True, "3.11.7"),
+        Check("disk", False, "1 KiB free", "set EYAS_DATA"),
+        Check("cores", None, "2"),
+    ]
     monkeypatch.setattr(doctor, "doctor", lambda: found)
     assert cli.main(["doctor"]) == 1
     out = capsys.readouterr().out
@@ -49,9 +63,14 @@ def test_packages_missing_and_of_another_version(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "_installed", {"good-one": "1.0", "other-one": "3.1"}.get)
     check = doctor.check_packages(lock)
     assert check.ok is False
-    assert check.detail == "1 of 3 as in requirements/cpu.txt; missing: absent; other version: other-one 3.1 (locked: 3.0)"
+    assert (
+        check.detail
+        == "1 of 3 as in requirements/cpu.txt; missing: absent; other version: other-one 3.1 (locked: 3.0)"
+    )
     assert check.command.endswith("pip install --no-deps -r requirements/cpu.txt")
-    monkeypatch.setattr(doctor, "_installed", {"good-one": "1.0", "absent": "2.0", "other-one": "3.0"}.get)
+    monkeypatch.setattr(
+        doctor, "_installed", {"good-one": "1.0", "absent": "2.0", "other-one": "3.0"}.get
+    )
     assert doctor.check_packages(lock).ok
 
 
@@ -62,7 +81,11 @@ def entry_points(monkeypatch):
     class Point:
         name = "eyas_capture"
 
-    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: [Point] if group == "sglang.srt.plugins" else [])
+    monkeypatch.setattr(
+        doctor.importlib.metadata,
+        "entry_points",
+        lambda group: [Point] if group == "sglang.srt.plugins" else [],
+    )
 
 
 def plugin(folder: Path, monkeypatch, body: str) -> None:
@@ -71,10 +94,22 @@ def plugin(folder: Path, monkeypatch, body: str) -> None:
 
 
 def test_plugins_that_fail_hang_or_are_absent(tmp_path, monkeypatch, entry_points):
-    plugin(tmp_path, monkeypatch, "def check():\n    print('noise of an import')\n    return {'version': '9', 'ok': False, 'detail': 'not applied: run_batch'}\n")
+    plugin(
+        tmp_path,
+        monkeypatch,
+        "def check():\n    print('noise of an import')\n    return {'version': '9', 'ok': False, 'detail': 'not applied: run_batch'}\n",
+    )
     capture, cpu = doctor.check_plugins(("eyas_capture", "eyas_cpu"))
-    assert capture.ok is False and capture.detail == "9: not applied: run_batch" and "patches/README.md" in capture.command
-    assert cpu.ok is False and "no entry point" in cpu.detail and cpu.command.endswith("-e patches/cpu")
+    assert (
+        capture.ok is False
+        and capture.detail == "9: not applied: run_batch"
+        and "patches/README.md" in capture.command
+    )
+    assert (
+        cpu.ok is False
+        and "no entry point" in cpu.detail
+        and cpu.command.endswith("-e patches/cpu")
+    )
 
     plugin(tmp_path, monkeypatch, "raise ImportError('no SGLang here')\n")
     capture, cpu = doctor.check_plugins(("eyas_capture",))
@@ -100,7 +135,10 @@ def test_disk_and_memory(tmp_path):
     check = doctor.check_disk("data folder", folder, 2**60, "free some")
     assert check.ok is False and check.command == "free some"
     meminfo = "MemTotal:       16384000 kB\nMemFree:          100000 kB\nMemAvailable:    {} kB\nHugePages_Total:       0\n"
-    assert doctor.check_memory(meminfo.format(8 * 2**20)).ok and doctor.check_memory(meminfo.format(2**20)).ok is False
+    assert (
+        doctor.check_memory(meminfo.format(8 * 2**20)).ok
+        and doctor.check_memory(meminfo.format(2**20)).ok is False
+    )
 
 
 def test_embedded_target_absent_or_altered(embedded, data):
@@ -113,15 +151,27 @@ def test_embedded_target_absent_or_altered(embedded, data):
     assert doctor.check_target().ok is True
     (folder / "tokenizer.json").unlink()
     check = doctor.check_target()
-    assert check.ok is False and "tokenizer.json" in check.detail and check.command.endswith("-m eyas target")
+    assert (
+        check.ok is False
+        and "tokenizer.json" in check.detail
+        and check.command.endswith("-m eyas target")
+    )
 
 
 def test_it_works_without_any_package():
     """A Python with nothing installed gets the screen, not a traceback."""
     code = "import sys; sys.path.insert(0, 'lib'); from eyas import cli; raise SystemExit(cli.main(['doctor']))"
-    done = subprocess.run([sys.executable, "-S", "-I", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-S", "-I", "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 1 and not done.stderr
-    for text in ("WRONG packages", "missing: ", "no entry point eyas_capture", "WRONG embedded target", "pip install"):
+    for text in (
+        "WRONG packages",
+        "missing: ",
+        "no entry point eyas_capture",
+        "WRONG embedded target",
+        "pip install",
+    ):
         assert text in done.stdout
 
 
@@ -129,10 +179,18 @@ def test_it_works_without_any_package():
 
 
 KIMI = {  # the facts of its config.json that count here
-    "architectures": ["KimiK25ForConditionalGeneration"], "auto_map": {"AutoConfig": "configuration_kimi.KimiConfig"},
-    "text_config": {"num_hidden_layers": 61, "hidden_size": 7168, "vocab_size": 163840, "max_position_embeddings": 262144, "kv_lora_rank": 512, "dtype": "bfloat16",
-                    "quantization_config": {"quant_method": "compressed-tensors"}},
-}  # fmt: skip
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "auto_map": {"AutoConfig": "configuration_kimi.KimiConfig"},
+    "text_config": {
+        "num_hidden_layers": 61,
+        "hidden_size": 7168,
+        "vocab_size": 163840,
+        "max_position_embeddings": 262144,
+        "kv_lora_rank": 512,
+        "dtype": "bfloat16",
+        "quantization_config": {"quant_method": "compressed-tensors"},
+    },
+}
 
 
 def asked(folder: Path, config: dict, capsys) -> tuple[int, str]:
@@ -148,53 +206,142 @@ def test_a_whole_target_of_each_family(tmp_path, capsys, family):
     assert cli.main(["doctor", "--target", str(tmp_path / "tiny")]) == 0
     out = capsys.readouterr().out
     assert "WRONG" not in out and "  -     " not in out and f"{family}ForCausalLM, 8 blocks" in out
-    assert f"2, 4, 5, ids {'2, 4, 5' if family == 'DeepseekV3' else '1, 3, 4'} for SGLang" in out and "tokens of two turns supervised" in out
+    assert (
+        f"2, 4, 5, ids {'2, 4, 5' if family == 'DeepseekV3' else '1, 3, 4'} for SGLang" in out
+        and "tokens of two turns supervised" in out
+    )
     assert ("latent attention" in out) == (family == "DeepseekV3")
 
 
 def test_a_config_alone_is_enough(tmp_path, capsys):
     code, out = asked(tmp_path / "kimi", KIMI, capsys)
-    assert code == 0 and "61 blocks" in out and "DeepseekV2Model of kimi_k25.py, blocks DeepseekV2DecoderLayer" in out
-    assert "2, 30, 58, ids 2, 30, 58 for SGLang" in out and "code of its own      yes" in out and "not for quantised weights (compressed-tensors): -p device cuda" in out
-    assert "| modelopt       | Hugging Face backend | after      | 2, 30, 58   | 2, 30, 58  | 1, 29, 57 |" in out
+    assert (
+        code == 0
+        and "61 blocks" in out
+        and "DeepseekV2Model of kimi_k25.py, blocks DeepseekV2DecoderLayer" in out
+    )
+    assert (
+        "2, 30, 58, ids 2, 30, 58 for SGLang" in out
+        and "code of its own      yes" in out
+        and "not for quantised weights (compressed-tensors): -p device cuda" in out
+    )
+    assert (
+        "| modelopt       | Hugging Face backend | after      | 2, 30, 58   | 2, 30, 58  | 1, 29, 57 |"
+        in out
+    )
 
 
-@pytest.mark.parametrize("template, said", [
-    (THINKS, ["ok    chat template        thinks: answers with thoughts (", "without with -p chat_template_kwargs '{\"enable_thinking\": false}' (",
-              "-     several answers      the template rewrites earlier ones when more follows, the last is supervised alone"]),
-    (OPENS, ["'{\"thinking\": false}' (", "-     several answers      answers with thoughts: the template rewrites earlier ones"]),
-    (STRIPS.replace("thinking", "no_switch"), ["thinks: answers with thoughts ("]),
-    (CHATML.replace("m.content +", "(m.content if loop.last or m.role == 'user' else '...') +"), ["tokens of one turn supervised", "several answers      the template rewrites earlier ones"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "template, said",
+    [
+        (
+            THINKS,
+            [
+                "ok    chat template        thinks: answers with thoughts (",
+                "without with -p chat_template_kwargs '{\"enable_thinking\": false}' (",
+                "-     several answers      the template rewrites earlier ones when more follows, the last is supervised alone",
+            ],
+        ),
+        (
+            OPENS,
+            [
+                "'{\"thinking\": false}' (",
+                "-     several answers      answers with thoughts: the template rewrites earlier ones",
+            ],
+        ),
+        (STRIPS.replace("thinking", "no_switch"), ["thinks: answers with thoughts ("]),
+        (
+            CHATML.replace(
+                "m.content +", "(m.content if loop.last or m.role == 'user' else '...') +"
+            ),
+            [
+                "tokens of one turn supervised",
+                "several answers      the template rewrites earlier ones",
+            ],
+        ),
+    ],
+)
 def test_a_template_that_thinks_or_rewrites_is_a_whole_target(tmp_path, capsys, template, said):
     """One turn and two are looked at apart: what is supported is said, with what to set."""
     folder = make_tiny_target(tmp_path / "tiny", n_blocks=8)
     (folder / "chat_template.jinja").write_text(template)
     code, out = asked(folder, json.loads((folder / "config.json").read_text()), capsys)
-    assert code == 0 and "WRONG" not in out and all(text in out for text in said) and ("without with" in out) == (template in (THINKS, OPENS))
+    assert (
+        code == 0
+        and "WRONG" not in out
+        and all(text in out for text in said)
+        and ("without with" in out) == (template in (THINKS, OPENS))
+    )
 
 
-@pytest.mark.parametrize("change, said, command", [
-    ({"architectures": ["LlamaForCausalLMM"]}, "none of the 290 of SGLang 0.5.23; near: LlamaForCausalLM", "another target"),
-    ({"architectures": ["FalconMambaForCausalLM"]}, "no blocks with a stage boundary", "patches/README.md"),
-    ({"architectures": ["Olmo2ForCausalLM"]}, "no set_eagle3_layers_to_capture", "not served with a drafter"),
-    ({"architectures": ["LongcatFlashForCausalLM"]}, "layer ids of LongcatFlashForCausalLM in sglang 0.5.23 are not known", "FAMILIES of lib/eyas/models/layer_ids.py"),
-    ({"num_hidden_layers": 5}, "none with 5 blocks", None),
-    ({"dtype": "float16"}, "float16; serve it with -p dtype bfloat16", None),
-    ({"layer_types": ["linear_attention", "full_attention"]}, "not for layers of type linear_attention", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, said, command",
+    [
+        (
+            {"architectures": ["LlamaForCausalLMM"]},
+            "none of the 290 of SGLang 0.5.23; near: LlamaForCausalLM",
+            "another target",
+        ),
+        (
+            {"architectures": ["FalconMambaForCausalLM"]},
+            "no blocks with a stage boundary",
+            "patches/README.md",
+        ),
+        (
+            {"architectures": ["Olmo2ForCausalLM"]},
+            "no set_eagle3_layers_to_capture",
+            "not served with a drafter",
+        ),
+        (
+            {"architectures": ["LongcatFlashForCausalLM"]},
+            "layer ids of LongcatFlashForCausalLM in sglang 0.5.23 are not known",
+            "FAMILIES of lib/eyas/models/layer_ids.py",
+        ),
+        ({"num_hidden_layers": 5}, "none with 5 blocks", None),
+        ({"dtype": "float16"}, "float16; serve it with -p dtype bfloat16", None),
+        (
+            {"layer_types": ["linear_attention", "full_attention"]},
+            "not for layers of type linear_attention",
+            None,
+        ),
+    ],
+)
 def test_what_is_not_supported_is_said(tmp_path, capsys, change, said, command):
-    base = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 8, "hidden_size": 64, "vocab_size": 512, "max_position_embeddings": 64, "dtype": "bfloat16"}
+    base = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 8,
+        "hidden_size": 64,
+        "vocab_size": 512,
+        "max_position_embeddings": 64,
+        "dtype": "bfloat16",
+    }
     code, out = asked(tmp_path / "target", base | change, capsys)
-    assert said in out and code == (command is not None) and (command is None or command in out.split("What to do:")[1])
+    assert (
+        said in out
+        and code == (command is not None)
+        and (command is None or command in out.split("What to do:")[1])
+    )
 
 
 def test_files_of_a_target_that_are_broken(tmp_path, capsys):
-    assert cli.main(["doctor", "--target", str(tmp_path / "nothing")]) == 1 and "WRONG config.json" in capsys.readouterr().out
+    assert (
+        cli.main(["doctor", "--target", str(tmp_path / "nothing")]) == 1
+        and "WRONG config.json" in capsys.readouterr().out
+    )
     folder = make_tiny_target(tmp_path / "tiny", n_blocks=8)
-    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
-    code, out = asked(folder, json.loads((folder / "config.json").read_text()) | {"vocab_size": 100}, capsys)
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    )
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}})
+    )
+    code, out = asked(
+        folder, json.loads((folder / "config.json").read_text()) | {"vocab_size": 100}, capsys
+    )
     assert code == 1
-    for said in ("512 tokens of 100", "WRONG chat template", "1 of 2 files missing: model-2.safetensors"):
+    for said in (
+        "512 tokens of 100",
+        "WRONG chat template",
+        "1 of 2 files missing: model-2.safetensors",
+    ):
         assert said in out

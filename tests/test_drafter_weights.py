@@ -38,7 +38,9 @@ def trained(data, target, monkeypatch):  # noqa: F811
 
 def steps_of(config) -> tuple[int, int]:
     """(optimiser step of the best evaluation, of the last), from the metrics."""
-    judged = pd.read_parquet(config.drafter_dir / "metrics.parquet").query("split == 'heldout' and draft_step == 0")
+    judged = pd.read_parquet(config.drafter_dir / "metrics.parquet").query(
+        "split == 'heldout' and draft_step == 0"
+    )
     assert judged["acceptance_length"].tolist() == pytest.approx(LENGTHS)
     return int(judged["step"].iloc[1]), int(judged["step"].iloc[2])
 
@@ -49,7 +51,10 @@ def test_train_and_export_say_which_weights_these_are(trained, target, capsys): 
     assert main(["train", *options(target, "x", epochs="3.0")]) == 0
     assert text + "last; the best: -p drafter_weights best" in capsys.readouterr().out
     run = ["-p", "run_name", "x", "-p", "target", str(target.folder)]
-    for weights, name in (("final", "last; the best: -p drafter_weights best\n"), ("best", "best\n")):
+    for weights, name in (
+        ("final", "last; the best: -p drafter_weights best\n"),
+        ("best", "best\n"),
+    ):
         for engine in ("sglang", "vllm"):
             assert main(["export", "--to", engine, *run, "-p", "drafter_weights", weights]) == 0
             assert text + name in capsys.readouterr().out
@@ -58,18 +63,45 @@ def test_train_and_export_say_which_weights_these_are(trained, target, capsys): 
 def test_the_best_weights_are_one_setting_away(trained, target, capsys):  # noqa: F811
     """`export`, `walk` and `decode` use them, say so in what they write, and leave what is there of the last ones."""
     folder = trained.drafter_dir
-    assert not equal(weights_of(folder / "drafter.safetensors"), weights_of(folder / "best.safetensors"))
+    assert not equal(
+        weights_of(folder / "drafter.safetensors"), weights_of(folder / "best.safetensors")
+    )
     questions = trained.run_dir / "questions.jsonl"
-    questions.write_text(json.dumps({"id": "q", "category": "chat", "topic": "", "split": "heldout", "messages": [{"role": "user", "content": "Hi"}]}) + "\n")
-    few = {"eval_set": str(questions), "decode_new_tok": "8", "baseline_prompts": "1", "check_bf16_prompts": "1", "speed_steps": "1", "speed_topk": "1"}
+    questions.write_text(
+        json.dumps(
+            {
+                "id": "q",
+                "category": "chat",
+                "topic": "",
+                "split": "heldout",
+                "messages": [{"role": "user", "content": "Hi"}],
+            }
+        )
+        + "\n"
+    )
+    few = {
+        "eval_set": str(questions),
+        "decode_new_tok": "8",
+        "baseline_prompts": "1",
+        "check_bf16_prompts": "1",
+        "speed_steps": "1",
+        "speed_topk": "1",
+    }
     best, last = steps_of(trained)
-    for weights, file, where, step in (("final", "drafter", "", last), ("best", "best", "best_weights", best)):
+    for weights, file, where, step in (
+        ("final", "drafter", "", last),
+        ("best", "best", "best_weights", best),
+    ):
         settings = options(target, "x", drafter_weights=weights, **few)
         for command in ("export", "walk", "decode"):
             assert main([command, *settings]) == 0
         out, ours = trained.export_dir / where, weights_of(folder / f"{file}.safetensors")
         exported = load_file(out / "model.safetensors")
-        assert all(torch.equal(exported[name], weight) for name, weight in ours.items() if name != "vocab.ids")
+        assert all(
+            torch.equal(exported[name], weight)
+            for name, weight in ours.items()
+            if name != "vocab.ids"
+        )
         said = json.loads((out / "config.json").read_text())["eyas_export"]
         assert (said["drafter_weights"], said["steps"], said["run_name"]) == (weights, step, "x")
         for name in ("walk", "acceptance"):
@@ -83,7 +115,23 @@ def test_weights_that_are_not_there_are_refused(data, target, capsys):  # noqa: 
     write_store(config.store_dir, target, n_samples=5)  # none is held out
     assert main(["train", *options(target, "x")]) == 0
     assert "best at step" not in capsys.readouterr().out
-    assert main(["export", "-p", "run_name", "x", "-p", "target", str(target.folder), "-p", "drafter_weights", "best"]) == 2
+    assert (
+        main(
+            [
+                "export",
+                "-p",
+                "run_name",
+                "x",
+                "-p",
+                "target",
+                str(target.folder),
+                "-p",
+                "drafter_weights",
+                "best",
+            ]
+        )
+        == 2
+    )
     assert "no best weights in run 'x'" in capsys.readouterr().err
 
 
@@ -100,4 +148,7 @@ def test_a_training_that_stops_early_says_that_it_is_the_best(data, target, monk
     assert main(["train", *options(target, "x", epochs="4.0", patience="2")]) == 0
     steps = read_record(config.drafter_dir)["steps"]
     out = capsys.readouterr().out
-    assert f"best at step {steps} (1.700), last at step {3 * steps} (1.300); this drafter is the best\n" in out
+    assert (
+        f"best at step {steps} (1.700), last at step {3 * steps} (1.300); this drafter is the best\n"
+        in out
+    )

@@ -21,11 +21,27 @@ from test_overwriting import equal, options, target, weights_of  # noqa: F401
 from test_train import write_store
 
 STARTS = {  # command of the table -> function of eyas.cli
-    "target": "_target", "server up": "_server", "server command": "_server", "tune": "_tune", "prompts show": "_prompts_show",
-    "prompts generate": "_prompts_generate", "plan": "_plan", "extract": "_extract", "verify": "_verify", "store export": "_store_export",
-    "store import": "_store_import", "parity": "_parity", "train": "_train", "sweep": "_sweep", "walk": "_walk", "decode": "_decode", "compare": "_compare",
-    "serve-check": "_serve_check", "export": "_export", "import-drafter": "_import_drafter",
-}  # fmt: skip
+    "target": "_target",
+    "server up": "_server",
+    "server command": "_server",
+    "tune": "_tune",
+    "prompts show": "_prompts_show",
+    "prompts generate": "_prompts_generate",
+    "plan": "_plan",
+    "extract": "_extract",
+    "verify": "_verify",
+    "store export": "_store_export",
+    "store import": "_store_import",
+    "parity": "_parity",
+    "train": "_train",
+    "sweep": "_sweep",
+    "walk": "_walk",
+    "decode": "_decode",
+    "compare": "_compare",
+    "serve-check": "_serve_check",
+    "export": "_export",
+    "import-drafter": "_import_drafter",
+}
 # Where one command's code also reaches what only another one does
 NOT_REACHED = {"server up": {"plan_blocks"}}  # of `server command`
 
@@ -37,14 +53,25 @@ def module(name: str):
     if not path.is_file():
         return None
     tree = ast.parse(path.read_text())
-    defined = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    return tree, defined, {n: ast.unparse(node) for n, node in defined.items()}, imports_of(tree) | {n: (name, n) for n in defined}
+    defined = {
+        node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    }
+    return (
+        tree,
+        defined,
+        {n: ast.unparse(node) for n, node in defined.items()},
+        imports_of(tree) | {n: (name, n) for n in defined},
+    )
 
 
 @functools.cache
 def named(text: str) -> frozenset[str]:
     """Settings that a text reads from a configuration, also by way of Config's properties and methods."""
-    names = set(re.findall(r"(?<![.\w])(?:config|run|serving|self\.config|_config\(args\))\.([a-z_0-9]+)", text))
+    names = set(
+        re.findall(
+            r"(?<![.\w])(?:config|run|serving|self\.config|_config\(args\))\.([a-z_0-9]+)", text
+        )
+    )
     found = names & set(FIELDS)
     for name in names - set(FIELDS):
         member = inspect.getattr_static(Config, name, None)
@@ -60,17 +87,32 @@ def reached(start: str) -> set[str]:
     while waiting:
         place = waiting.pop()
         known = module(place[0])
-        if place in seen or place[0] in ("config", "report.run", "jobs") or known is None or place[1] not in known[1]:
+        if (
+            place in seen
+            or place[0] in ("config", "report.run", "jobs")
+            or known is None
+            or place[1] not in known[1]
+        ):
             continue
         seen.add(place)
         _, defined, texts, names = known
-        if re.search(r"(config|run): Config\b|_config\(args\)|def \w+\(config[,)]", texts[place[1]]):
+        if re.search(
+            r"(config|run): Config\b|_config\(args\)|def \w+\(config[,)]", texts[place[1]]
+        ):
             found |= named(texts[place[1]])
-        own = {n.id for n in ast.walk(defined[place[1]]) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}  # a variable is no function
+        own = {
+            n.id
+            for n in ast.walk(defined[place[1]])
+            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        }  # a variable is no function
         for node in ast.walk(defined[place[1]]):
             if isinstance(node, ast.Name) and node.id in names.keys() - own:
                 waiting.add(names[node.id])
-            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and names.get(node.value.id, ("", ""))[1] is None:
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and names.get(node.value.id, ("", ""))[1] is None
+            ):
                 waiting.add((names[node.value.id][0], node.attr))
     return found
 
@@ -83,8 +125,10 @@ def test_the_table_names_what_the_commands_code_reads(command):
 
 
 BY_NAME = {  # read by getattr with a table of names, or in processes of their own
-    "train": set(READS["train"]), "sweep": set(READS["train"]), "tune": set(READS["tune"]),
-}  # fmt: skip
+    "train": set(READS["train"]),
+    "sweep": set(READS["train"]),
+    "tune": set(READS["tune"]),
+}
 
 
 @pytest.mark.parametrize("command", STARTS)
@@ -103,7 +147,10 @@ class Reads:
         def read(config, name):
             if name in FIELDS:
                 caller = sys._getframe(1).f_code
-                if caller.co_name not in ("__post_init__", "need", "verified_tok") and Path(caller.co_filename).name != "dataclasses.py":
+                if (
+                    caller.co_name not in ("__post_init__", "need", "verified_tok")
+                    and Path(caller.co_filename).name != "dataclasses.py"
+                ):
                     self.names.add(name)
             return plain(config, name)
 
@@ -113,26 +160,66 @@ class Reads:
 def test_what_commands_really_read_is_in_the_table(data, target, monkeypatch, capsys):  # noqa: F811
     write_store(Config.create(run_name="x").store_dir, target)
     questions = data / "questions.jsonl"
-    questions.write_text(json.dumps({"id": "q", "category": "chat", "topic": "", "split": "heldout", "messages": [{"role": "user", "content": "Hi"}]}) + "\n")
-    few = {"eval_set": str(questions), "decode_new_tok": "8", "baseline_prompts": "1", "check_bf16_prompts": "1", "speed_steps": "1", "speed_topk": "1"}
-    settings = options(target, "x", prompt_set=str(questions), plan_tok="100", plan_samples="2", **few)
-    for command in ("target", "plan", "prompts show", "train", "walk", "decode", "export", "server command"):
+    questions.write_text(
+        json.dumps(
+            {
+                "id": "q",
+                "category": "chat",
+                "topic": "",
+                "split": "heldout",
+                "messages": [{"role": "user", "content": "Hi"}],
+            }
+        )
+        + "\n"
+    )
+    few = {
+        "eval_set": str(questions),
+        "decode_new_tok": "8",
+        "baseline_prompts": "1",
+        "check_bf16_prompts": "1",
+        "speed_steps": "1",
+        "speed_topk": "1",
+    }
+    settings = options(
+        target, "x", prompt_set=str(questions), plan_tok="100", plan_samples="2", **few
+    )
+    for command in (
+        "target",
+        "plan",
+        "prompts show",
+        "train",
+        "walk",
+        "decode",
+        "export",
+        "server command",
+    ):
         with monkeypatch.context() as patch:
             reads = Reads(patch)
             assert main([*command.split(), *settings]) == 0
-        assert reads.names and reads.names <= READS[command], f"{command} reads {sorted(reads.names - READS[command])}"
+        assert reads.names and reads.names <= READS[command], (
+            f"{command} reads {sorted(reads.names - READS[command])}"
+        )
 
 
-@pytest.mark.parametrize("setting, value", [
-    ("max_length", "64"), ("prompt_set", "/nowhere/file.jsonl"), ("speculative_num_steps", "2"), ("drafter_run", "other"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "setting, value",
+    [
+        ("max_length", "64"),
+        ("prompt_set", "/nowhere/file.jsonl"),
+        ("speculative_num_steps", "2"),
+        ("drafter_run", "other"),
+    ],
+)
 def test_a_setting_without_effect_is_said_to_have_none(data, target, capsys, setting, value):  # noqa: F811
     """When a training starts, and when it goes on."""
     write_store(Config.create(run_name="x").store_dir, target)
     for _ in range(2):
         assert main(["train", *options(target, "x", **{setting: value})]) == 0
         said = capsys.readouterr().err
-        assert f"note: setting {setting} has no effect on `train`" in said and said.count("no effect") == 1
+        assert (
+            f"note: setting {setting} has no effect on `train`" in said
+            and said.count("no effect") == 1
+        )
 
 
 def test_a_setting_with_an_effect_is_not_said_to_have_none(data, target, capsys):  # noqa: F811
@@ -146,19 +233,35 @@ def test_a_setting_with_an_effect_is_not_said_to_have_none(data, target, capsys)
 def test_train_samples_and_heldout_samples_are_obeyed(data, target, capsys):  # noqa: F811
     """The training of a part is that of a store which has only that part; with as many as the store has, it is that of the whole store."""
     write_store(Config.create(run_name="whole").store_dir, target, n_samples=12)  # heldout: s5, s11
-    write_store(Config.create(run_name="part").store_dir, target, n_samples=8)  # the first 8 of them
+    write_store(
+        Config.create(run_name="part").store_dir, target, n_samples=8
+    )  # the first 8 of them
     for run, settings in (("whole", {"train_samples": "7", "heldout_samples": "1"}), ("part", {})):
         assert main(["train", *options(target, run, **settings)]) == 0
     said = capsys.readouterr().out
-    assert "train_samples 7: the first of the store's 10 train samples" in said and "heldout_samples 1: the first of the store's 2 heldout samples" in said
+    assert (
+        "train_samples 7: the first of the store's 10 train samples" in said
+        and "heldout_samples 1: the first of the store's 2 heldout samples" in said
+    )
     assert "train_samples 1,000: the store was made with 7" in said
     whole, part = (Config.create(run_name=name).drafter_dir for name in ("whole", "part"))
-    assert equal(weights_of(whole / "drafter.safetensors"), weights_of(part / "drafter.safetensors"))
-    tables = [pd.read_parquet(folder / "metrics.parquet").drop(columns="seconds") for folder in (whole, part)]
+    assert equal(
+        weights_of(whole / "drafter.safetensors"), weights_of(part / "drafter.safetensors")
+    )
+    tables = [
+        pd.read_parquet(folder / "metrics.parquet").drop(columns="seconds")
+        for folder in (whole, part)
+    ]
     pd.testing.assert_frame_equal(*tables)
-    assert read_record(whole)["settings"]["train_samples"] == 7 and "train_samples" not in read_record(part)["settings"]
+    assert (
+        read_record(whole)["settings"]["train_samples"] == 7
+        and "train_samples" not in read_record(part)["settings"]
+    )
     assert len(Store.open(Config.create(run_name="whole").store_dir).samples("train")) == 10
     assert main(["train", *options(target, "whole")]) == 2
-    assert "another training: train_samples 7, now all of the store, heldout_samples 1, now all of the store" in capsys.readouterr().err
+    assert (
+        "another training: train_samples 7, now all of the store, heldout_samples 1, now all of the store"
+        in capsys.readouterr().err
+    )
     assert main(["train", *options(target, "part", train_samples="7", heldout_samples="1")]) == 0
     assert "trained already" in capsys.readouterr().out

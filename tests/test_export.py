@@ -55,8 +55,12 @@ SETTER = "set_eagle3_layers_to_capture"
 FAMILY_NAMES = [name for family in FAMILIES[SGLANG].values() for name in family]
 NOT_IN_THE_TABLE = {  # of SGLang's classes that have the method
     "drafters": re.compile("NextN$|Eagle3?$|MTP$|Assistant"),
-    "several media, or embeddings": re.compile("^(Cosmos3|Gemma3For|Gemma4.*Conditional|Glm5Next|Intern|Llama4|Qwen.*(VL|3_5|4Exp)|EmbeddingGemma|MindSpore)"),
-    "a capture of their own, which nobody has read yet": re.compile("^(Gemma3ForCausalLM|IQuestCoder|LongcatFlash|Mellum|Ministral3|Sarvam|TeleFLM)"),
+    "several media, or embeddings": re.compile(
+        "^(Cosmos3|Gemma3For|Gemma4.*Conditional|Glm5Next|Intern|Llama4|Qwen.*(VL|3_5|4Exp)|EmbeddingGemma|MindSpore)"
+    ),
+    "a capture of their own, which nobody has read yet": re.compile(
+        "^(Gemma3ForCausalLM|IQuestCoder|LongcatFlash|Mellum|Ministral3|Sarvam|TeleFLM)"
+    ),
 }
 
 
@@ -68,10 +72,19 @@ def sglang_classes() -> tuple[dict, dict, dict]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
                 classes[path.stem, node.name] = node
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang.srt.models."):
-                imports |= {(path.stem, a.asname or a.name): (node.module.rsplit(".", 1)[1], a.name) for a in node.names}
-            elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "EntryClass":
-                entries |= dict.fromkeys([e.id for e in getattr(node.value, "elts", [node.value])], path.stem)
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                "sglang.srt.models."
+            ):
+                imports |= {
+                    (path.stem, a.asname or a.name): (node.module.rsplit(".", 1)[1], a.name)
+                    for a in node.names
+                }
+            elif (
+                isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "EntryClass"
+            ):
+                entries |= dict.fromkeys(
+                    [e.id for e in getattr(node.value, "elts", [node.value])], path.stem
+                )
     return classes, entries, imports
 
 
@@ -81,8 +94,15 @@ def find_method(file: str, owner: str, name: str = SETTER) -> ast.FunctionDef | 
     place = (file, owner) if (file, owner) in classes else imports.get((file, owner))
     if place not in classes:
         return None
-    own = next((n for n in classes[place].body if isinstance(n, ast.FunctionDef) and n.name == name), None)
-    return own or next(filter(None, (find_method(place[0], ast.unparse(base), name) for base in classes[place].bases)), None)
+    own = next(
+        (n for n in classes[place].body if isinstance(n, ast.FunctionDef) and n.name == name), None
+    )
+    return own or next(
+        filter(
+            None, (find_method(place[0], ast.unparse(base), name) for base in classes[place].bases)
+        ),
+        None,
+    )
 
 
 @functools.cache
@@ -90,19 +110,38 @@ def sglang_method(architecture: str):
     """`set_eagle3_layers_to_capture` of the class that SGLang serves an architecture with, compiled alone."""
     parallel = SimpleNamespace(pp_group=SimpleNamespace(is_last_rank=True))
     names = {"Optional": Optional, "List": List, "get_parallel": lambda: parallel}  # noqa: UP006
-    exec(compile(ast.Module([find_method(sglang_classes()[1][architecture], architecture)], []), architecture, "exec"), names)
+    exec(
+        compile(
+            ast.Module([find_method(sglang_classes()[1][architecture], architecture)], []),
+            architecture,
+            "exec",
+        ),
+        names,
+    )
     return names[SETTER]
 
 
 def captured(architecture: str, ids: list[int] | None, n_blocks: int) -> list[int]:
     """The boundaries that SGLang captures for these ids: its method sets the blocks before which it does, in ascending order."""
-    model = SimpleNamespace(layers_to_capture=[], layers=[SimpleNamespace() for _ in range(n_blocks)])
-    model.set_eagle3_layers_to_capture = lambda layer_ids: setattr(model, "layers_to_capture", layer_ids)  # some keep them one level down
-    fake = SimpleNamespace(pp_group=SimpleNamespace(is_last_rank=True), config=SimpleNamespace(num_hidden_layers=n_blocks), model=model)
+    model = SimpleNamespace(
+        layers_to_capture=[], layers=[SimpleNamespace() for _ in range(n_blocks)]
+    )
+    model.set_eagle3_layers_to_capture = lambda layer_ids: setattr(
+        model, "layers_to_capture", layer_ids
+    )  # some keep them one level down
+    fake = SimpleNamespace(
+        pp_group=SimpleNamespace(is_last_rank=True),
+        config=SimpleNamespace(num_hidden_layers=n_blocks),
+        model=model,
+    )
     fake.config.text_config = fake.config
-    if architecture.startswith("KimiK25"):  # hands the ids to its language model, a DeepseekV3ForCausalLM
+    if architecture.startswith(
+        "KimiK25"
+    ):  # hands the ids to its language model, a DeepseekV3ForCausalLM
         inner, outer = sglang_method("DeepseekV3ForCausalLM"), fake
-        outer.language_model = SimpleNamespace(**vars(fake), set_eagle3_layers_to_capture=lambda layer_ids: inner(outer, layer_ids))
+        outer.language_model = SimpleNamespace(
+            **vars(fake), set_eagle3_layers_to_capture=lambda layer_ids: inner(outer, layer_ids)
+        )
     sglang_method(architecture)(fake, ids)
     return sorted(model.layers_to_capture)
 
@@ -116,11 +155,17 @@ def test_engine_ids_make_sglang_capture_exactly_these_boundaries(architecture):
                 ids = engine_ids(boundaries, architecture, n)
             except EyasError:
                 # only what the family cannot capture is refused
-                assert (n in boundaries and name != "last_N") or (boundaries == (1,) and name == "first_1")
+                assert (n in boundaries and name != "last_N") or (
+                    boundaries == (1,) and name == "first_1"
+                )
                 continue
             assert captured(architecture, ids, n) == list(boundaries), (boundaries, ids)
             assert engine_boundaries(ids, architecture, n) == boundaries
-    assert engine_boundaries(None, architecture, n) == tuple(captured(architecture, None, n)) == ((3, 5, 6) if architecture in PLUS_ONE else (2, 4, 5))
+    assert (
+        engine_boundaries(None, architecture, n)
+        == tuple(captured(architecture, None, n))
+        == ((3, 5, 6) if architecture in PLUS_ONE else (2, 4, 5))
+    )
 
 
 def read(ids, architecture: str, n: int, engine: str = SGLANG) -> tuple[int, ...]:
@@ -148,13 +193,20 @@ def test_a_wrong_mapping_is_caught(monkeypatch):
     families = dict(FAMILIES[SGLANG])
     for name, other in itertools.permutations(families, 2):
         monkeypatch.setitem(FAMILIES, SGLANG, {other: families[name]})
-        assert any(read(ids, families[name][0], 8) != sglang_reads(ids, families[name][0], 8) for ids in itertools.permutations(range(9), 3)), (name, other)
+        assert any(
+            read(ids, families[name][0], 8) != sglang_reads(ids, families[name][0], 8)
+            for ids in itertools.permutations(range(9), 3)
+        ), (name, other)
 
 
 def test_every_class_that_can_capture_is_in_the_table_or_left_out_for_a_reason():
     able = {name for name, file in sglang_classes()[1].items() if find_method(file, name)}
     assert {*FAMILY_NAMES} <= able
-    left = {name for name in able - {*FAMILY_NAMES} if not any(pattern.search(name) for pattern in NOT_IN_THE_TABLE.values())}
+    left = {
+        name
+        for name in able - {*FAMILY_NAMES}
+        if not any(pattern.search(name) for pattern in NOT_IN_THE_TABLE.values())
+    }
     assert not left
 
 
@@ -168,21 +220,37 @@ def test_known_rows_of_layer_ids():
     assert engine_boundaries([1, 17, 32], "GptOssForCausalLM", 36) == (2, 18, 33)
 
 
-@pytest.mark.parametrize("engine, ids, boundaries", [
-    ("vllm", [2, 15, 27], (2, 15, 27)), ("speculators", [2, 15, 27], (2, 15, 27)), ("eagle", [2, 15, 27], (2, 15, 27)),
-    ("vllm", [2, 15, 30], (2, 15, 30)),  # the last block's output, before the final norm
-    ("specforge", [1, 14, 26], (2, 15, 27)), ("angelslim", [1, 14, 26], (2, 15, 27)), ("modelopt", [1, 14, 26], (2, 15, 27)),
-    ("torchspec", [1, 14, 26], (2, 15, 27)), ("automodel", [1, 14, 26], (2, 15, 27)), ("speculators-v1", [2, 15, 27], (3, 16, 28)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "engine, ids, boundaries",
+    [
+        ("vllm", [2, 15, 27], (2, 15, 27)),
+        ("speculators", [2, 15, 27], (2, 15, 27)),
+        ("eagle", [2, 15, 27], (2, 15, 27)),
+        ("vllm", [2, 15, 30], (2, 15, 30)),  # the last block's output, before the final norm
+        ("specforge", [1, 14, 26], (2, 15, 27)),
+        ("angelslim", [1, 14, 26], (2, 15, 27)),
+        ("modelopt", [1, 14, 26], (2, 15, 27)),
+        ("torchspec", [1, 14, 26], (2, 15, 27)),
+        ("automodel", [1, 14, 26], (2, 15, 27)),
+        ("speculators-v1", [2, 15, 27], (3, 16, 28)),
+    ],
+)
 def test_other_engines(engine, ids, boundaries):
     """The rows of the table of traps, for a Llama of 30 blocks: trainers count blocks, engines what enters one; the defaults agree but for speculators 0.3 and 0.4."""
-    assert engine_boundaries(ids, "LlamaForCausalLM", 30, engine) == boundaries and engine_ids(boundaries, "LlamaForCausalLM", 30, engine) == ids
-    assert engine_boundaries(None, "LlamaForCausalLM", 30, engine) == ((3, 16, 28) if engine == "speculators-v1" else (2, 15, 27))
+    assert (
+        engine_boundaries(ids, "LlamaForCausalLM", 30, engine) == boundaries
+        and engine_ids(boundaries, "LlamaForCausalLM", 30, engine) == ids
+    )
+    assert engine_boundaries(None, "LlamaForCausalLM", 30, engine) == (
+        (3, 16, 28) if engine == "speculators-v1" else (2, 15, 27)
+    )
 
 
 def test_the_stores_of_speculators_count_as_the_table_does():
     """`formats` writes the layer ids of speculators 0.3 into its data_config.json."""
-    assert [b - SpeculatorsV1.id_is_boundary_minus for b in (3, 16, 28)] == engine_ids((3, 16, 28), "LlamaForCausalLM", 30, "speculators-v1")
+    assert [b - SpeculatorsV1.id_is_boundary_minus for b in (3, 16, 28)] == engine_ids(
+        (3, 16, 28), "LlamaForCausalLM", 30, "speculators-v1"
+    )
 
 
 def test_the_table_for_people(capsys):
@@ -190,10 +258,27 @@ def test_the_table_for_people(capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert {line.split()[1] for line in lines[1:]} == {engine.split()[0] for engine in ENGINES}
     kimi = next(line for line in lines if line.startswith("| sglang") and "KimiK25" in line)
-    assert [cell.strip() for cell in kimi.split("|")[2:6]] == ["0.5.23", "first_1", "2, 30, 58", "2, 30, 58"]
-    rows = {row["engine"]: row for row in round_trip(61, "KimiK25ForConditionalGeneration", (3, 31, 59))}
-    assert [rows[name]["ids"] for name in ("sglang", "vllm", "angelslim")] == ["[3, 31, 59]", "[3, 31, 59]", "[2, 30, 58]"]
-    assert "from boundary 61" in {row["engine"]: row for row in round_trip(61, "KimiK25ForConditionalGeneration", (3, 31, 61))}["sglang"]["ids"]
+    assert [cell.strip() for cell in kimi.split("|")[2:6]] == [
+        "0.5.23",
+        "first_1",
+        "2, 30, 58",
+        "2, 30, 58",
+    ]
+    rows = {
+        row["engine"]: row for row in round_trip(61, "KimiK25ForConditionalGeneration", (3, 31, 59))
+    }
+    assert [rows[name]["ids"] for name in ("sglang", "vllm", "angelslim")] == [
+        "[3, 31, 59]",
+        "[3, 31, 59]",
+        "[2, 30, 58]",
+    ]
+    assert (
+        "from boundary 61"
+        in {
+            row["engine"]: row
+            for row in round_trip(61, "KimiK25ForConditionalGeneration", (3, 31, 61))
+        }["sglang"]["ids"]
+    )
 
 
 def test_unservable_choices_are_said():
@@ -214,13 +299,26 @@ def test_unservable_choices_are_said():
 # ---- exports
 
 BOUNDARIES = (2, 3, 4)
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-IMPORTED = {"norm_before_fc": True, "norm_before_residual": True, "own_embedding": True, "rope_scaling": LLAMA3}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+IMPORTED = {
+    "norm_before_fc": True,
+    "norm_before_residual": True,
+    "own_embedding": True,
+    "rope_scaling": LLAMA3,
+}
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    return load_target(str(make_tiny_target(tmp_path_factory.mktemp("target") / "tiny", n_blocks=6)))
+    return load_target(
+        str(make_tiny_target(tmp_path_factory.mktemp("target") / "tiny", n_blocks=6))
+    )
 
 
 def make_drafter(target, boundaries=BOUNDARIES, **switches) -> Drafter:
@@ -228,10 +326,14 @@ def make_drafter(target, boundaries=BOUNDARIES, **switches) -> Drafter:
     torch.manual_seed(4)
     ids = torch.randperm(target.vocab_size)[:200].sort().values
     config = DrafterConfig.from_target(target, boundaries, len(ids))
-    config = (ImportedConfig if {*switches} & {*IMPORTED} else DrafterConfig)(**dataclasses.asdict(config) | switches)
+    config = (ImportedConfig if {*switches} & {*IMPORTED} else DrafterConfig)(
+        **dataclasses.asdict(config) | switches
+    )
     drafter = Drafter(config, DraftVocab(ids, target.vocab_size))
     for name, weight in drafter.named_parameters():
-        weight.data.uniform_(0.5, 1.5) if "norm" in name else weight.data.normal_(std=weight.shape[-1] ** -0.5)
+        weight.data.uniform_(0.5, 1.5) if "norm" in name else weight.data.normal_(
+            std=weight.shape[-1] ** -0.5
+        )
     if not config.own_embedding:
         drafter.embed_tokens.weight.data.copy_(target.embedding().float())
     return drafter.eval()
@@ -242,16 +344,37 @@ def drafter(target):
     return make_drafter(target)
 
 
-def run_sglang(folder: Path, target, token_ids: torch.Tensor, states: torch.Tensor, tmp_path: Path) -> tuple[dict, dict]:
+def run_sglang(
+    folder: Path, target, token_ids: torch.Tensor, states: torch.Tensor, tmp_path: Path
+) -> tuple[dict, dict]:
     """What SGLang's own model gives for the export (tests/sglang_drafter.py), and which of its parameters the loader left alone."""
-    save_file({"embedding": target.embedding().float(), "token_ids": token_ids, "states": states}, tmp_path / "in.safetensors")
-    command = [sys.executable, str(Path(__file__).with_name("sglang_drafter.py")), str(folder), str(tmp_path / "in.safetensors"), str(tmp_path / "out.safetensors")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "SGLANG_PLATFORM": "", "SGLANG_PLUGINS": ""})
+    save_file(
+        {"embedding": target.embedding().float(), "token_ids": token_ids, "states": states},
+        tmp_path / "in.safetensors",
+    )
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("sglang_drafter.py")),
+        str(folder),
+        str(tmp_path / "in.safetensors"),
+        str(tmp_path / "out.safetensors"),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "SGLANG_PLATFORM": "", "SGLANG_PLUGINS": ""},
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return load_file(tmp_path / "out.safetensors"), json.loads(done.stdout.strip().splitlines()[-1])
 
 
-@pytest.mark.parametrize("switches", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_fc": True, "rope_scaling": LLAMA3}], ids=["plain", "norms", "imported"])
+@pytest.mark.parametrize(
+    "switches",
+    [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_fc": True, "rope_scaling": LLAMA3}],
+    ids=["plain", "norms", "imported"],
+)
 @torch.no_grad()
 def test_sglangs_own_model_loads_the_export_and_agrees(target, tmp_path, switches):
     drafter = make_drafter(target, **switches)
@@ -260,10 +383,15 @@ def test_sglangs_own_model_loads_the_export_and_agrees(target, tmp_path, switche
     token_ids = torch.randint(0, target.vocab_size, (13,), generator=generator)
     states = torch.randn(12, len(BOUNDARIES) * target.hidden_size, generator=generator)
     theirs, report = run_sglang(folder, target, token_ids, states, tmp_path)
-    assert report == {"class": "sglang.srt.models.llama_eagle3.LlamaForCausalLMEagle3", "untouched": ["model.embed_tokens.weight"]}  # the target's
+    assert report == {
+        "class": "sglang.srt.models.llama_eagle3.LlamaForCausalLMEagle3",
+        "untouched": ["model.embed_tokens.weight"],
+    }  # the target's
     cache = DraftCache()
     hidden = drafter.extend(token_ids[:12], drafter.fuse(states), cache)
-    hidden = torch.cat([hidden, drafter.extend(token_ids[12:], drafter.feed_back(hidden[-1:]), cache)])  # and one draft step
+    hidden = torch.cat(
+        [hidden, drafter.extend(token_ids[12:], drafter.feed_back(hidden[-1:]), cache)]
+    )  # and one draft step
     torch.testing.assert_close(theirs["hidden"], drafter.feed_back(hidden), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(theirs["logits"], drafter.logits(hidden), atol=1e-5, rtol=1e-5)
     assert torch.equal(theirs["hot_token_id"], drafter.vocab.ids)
@@ -275,29 +403,69 @@ def agree(drafter: Drafter, again: Drafter) -> None:
         assert torch.equal(weight, again.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("switches", [{}, {"fc_norm": True}, {"norm_output": True}, {"norm_before_fc": True, "rope_scaling": LLAMA3}], ids=lambda s: " ".join(s) or "plain")
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        {"fc_norm": True},
+        {"norm_output": True},
+        {"norm_before_fc": True, "rope_scaling": LLAMA3},
+    ],
+    ids=lambda s: " ".join(s) or "plain",
+)
 def test_export_and_import_are_inverse(target, tmp_path, switches):
     drafter = make_drafter(target, **switches)
     folder = export_sglang(drafter, target, tmp_path / "export")
     config = json.loads((folder / "config.json").read_text())
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3] and config["dtype"] == "bfloat16"
-    assert config["eyas_export"] == {"engine": "sglang", "version": "0.5.23", "boundaries": list(BOUNDARIES), "target": target.name, "target_fingerprint": target.fingerprint}
+    assert (
+        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+        and config["dtype"] == "bfloat16"
+    )
+    assert config["eyas_export"] == {
+        "engine": "sglang",
+        "version": "0.5.23",
+        "boundaries": list(BOUNDARIES),
+        "target": target.name,
+        "target_fingerprint": target.fingerprint,
+    }
     agree(drafter, read_checkpoint(folder, target).drafter)
 
 
-@pytest.mark.parametrize("switches", [{}, {"fc_norm": True, "norm_output": True}, IMPORTED], ids=["plain", "norms", "imported"])
+@pytest.mark.parametrize(
+    "switches",
+    [{}, {"fc_norm": True, "norm_output": True}, IMPORTED],
+    ids=["plain", "norms", "imported"],
+)
 def test_the_layout_of_speculators_and_vllm_is_inverse_too(target, tmp_path, switches):
-    drafter = make_drafter(target, (2, 3, 6), **switches)  # it can have the last block's output, SGLang can't
+    drafter = make_drafter(
+        target, (2, 3, 6), **switches
+    )  # it can have the last block's output, SGLang can't
     folder = export_speculators(drafter, target, tmp_path / "export", 3)
     config = json.loads((folder / "config.json").read_text())
-    assert config["architectures"] == ["Eagle3Speculator"] and config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 6]
-    assert config["eyas_export"] == {"engine": "vllm", "version": "", "boundaries": [2, 3, 6], "target": target.name, "target_fingerprint": target.fingerprint}
+    assert config["architectures"] == ["Eagle3Speculator"] and config[
+        "eagle_aux_hidden_state_layer_ids"
+    ] == [2, 3, 6]
+    assert config["eyas_export"] == {
+        "engine": "vllm",
+        "version": "",
+        "boundaries": [2, 3, 6],
+        "target": target.name,
+        "target_fingerprint": target.fingerprint,
+    }
     found = read_checkpoint(folder, target)
     agree(drafter, found.drafter)
-    assert "[2, 3, 6] as speculators reads them" in str(found) and found.origin["embedding"] == ("its own" if switches == IMPORTED else "the target's")
+    assert "[2, 3, 6] as speculators reads them" in str(found) and found.origin["embedding"] == (
+        "its own" if switches == IMPORTED else "the target's"
+    )
 
 
-@pytest.mark.parametrize("switch, message", [("norm_before_residual", "norm_before_residual"), ("own_embedding", "an embedding of its own")])
+@pytest.mark.parametrize(
+    "switch, message",
+    [
+        ("norm_before_residual", "norm_before_residual"),
+        ("own_embedding", "an embedding of its own"),
+    ],
+)
 def test_export_for_sglang_refuses_what_it_would_not_serve(target, tmp_path, switch, message):
     with pytest.raises(EyasError, match=f"{message}.*export --to vllm"):
         export_sglang(make_drafter(target, **{switch: True}), target, tmp_path / "export")
@@ -307,7 +475,10 @@ def rewrite(folder: Path, change) -> None:
     """`change` edits the weights in place."""
     weights = load_file(folder / "model.safetensors")
     change(weights)
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()},
+        folder / "model.safetensors",
+    )
 
 
 def test_midlayer_names_and_another_order_of_the_vocabulary(target, drafter, tmp_path):
@@ -330,19 +501,37 @@ def _set(name, at, value):
     return lambda weights: weights[name].__setitem__(at, value)
 
 
-@pytest.mark.parametrize("change, message", [
-    (_set("d2t", 0, -5), r"d2t points below 0: draft id 0 \+ -5 = -5"),
-    (_set("d2t", 199, 500), r"d2t points beyond the vocabulary \(512\): draft id 199 \+ 500 = 699"),
-    (lambda w: w.update(d2t=torch.cat([w["d2t"][:1], w["d2t"][:1] - 1, w["d2t"][2:]])), "d2t maps two draft ids to target id"),
-    (lambda w: w.update(d2t=w["d2t"][:-1]), r"d2t has the shape \[199\]; expected \[200\]"),
-    (lambda w: w.update(t2d=~w["t2d"]), "t2d and d2t disagree at target id 0"),
-    (lambda w: w.update(t2d=w["t2d"][:-1]), "t2d and d2t disagree in length"),
-    (lambda w: w.pop("lm_head.weight"), "missing weights: lm_head.weight"),
-    (lambda w: w.pop("d2t"), "missing weights: d2t"),
-    (lambda w: w.update({"layers.0.norm.weight": w["norm.weight"].clone()}), "unknown weights: layers.0.norm.weight"),
-    (lambda w: w.update({"model.fc.weight": w.pop("fc.weight")}), "unknown weights: model.fc.weight and missing weights: fc.weight"),
-    (lambda w: w.update({"fc.weight": w["fc.weight"][:, :-1]}), r"fc.weight has the shape \[64, 191\]; expected \[64, 192\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (_set("d2t", 0, -5), r"d2t points below 0: draft id 0 \+ -5 = -5"),
+        (
+            _set("d2t", 199, 500),
+            r"d2t points beyond the vocabulary \(512\): draft id 199 \+ 500 = 699",
+        ),
+        (
+            lambda w: w.update(d2t=torch.cat([w["d2t"][:1], w["d2t"][:1] - 1, w["d2t"][2:]])),
+            "d2t maps two draft ids to target id",
+        ),
+        (lambda w: w.update(d2t=w["d2t"][:-1]), r"d2t has the shape \[199\]; expected \[200\]"),
+        (lambda w: w.update(t2d=~w["t2d"]), "t2d and d2t disagree at target id 0"),
+        (lambda w: w.update(t2d=w["t2d"][:-1]), "t2d and d2t disagree in length"),
+        (lambda w: w.pop("lm_head.weight"), "missing weights: lm_head.weight"),
+        (lambda w: w.pop("d2t"), "missing weights: d2t"),
+        (
+            lambda w: w.update({"layers.0.norm.weight": w["norm.weight"].clone()}),
+            "unknown weights: layers.0.norm.weight",
+        ),
+        (
+            lambda w: w.update({"model.fc.weight": w.pop("fc.weight")}),
+            "unknown weights: model.fc.weight and missing weights: fc.weight",
+        ),
+        (
+            lambda w: w.update({"fc.weight": w["fc.weight"][:, :-1]}),
+            r"fc.weight has the shape \[64, 191\]; expected \[64, 192\]",
+        ),
+    ],
+)
 def test_wrong_drafter_files_are_refused_by_name(target, drafter, tmp_path, change, message):
     folder = export_sglang(drafter, target, tmp_path / "export")
     rewrite(folder, change)
@@ -350,23 +539,41 @@ def test_wrong_drafter_files_are_refused_by_name(target, drafter, tmp_path, chan
         read_checkpoint(folder, target).drafter
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"target_hidden_size": 4096}, "another target: hidden size of the target 4096; expected 64"),
-    ({"target_hidden_size": None, "hidden_size": 4096}, "another target: hidden size of the target 4096; expected 64"),
-    ({"hidden_size": 4096}, "hidden size 4096 without an embedding"),
-    ({"vocab_size": 32000}, "another target: vocabulary 32000; expected 512"),
-    ({"architectures": ["MambaForCausalLM"]}, r"architectures \['MambaForCausalLM'\]"),
-    ({"speculators_model_type": "eagle"}, "a speculator of type 'eagle'"),
-    ({"attention_bias": True}, "a drafter with attention_bias"),
-    ({"hidden_act": "gelu"}, "hidden_act gelu"),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 4, 5]}}, r"boundaries \[4, 5, 6\] of LlamaForCausalLM to sglang.*--ids-of ENGINE"),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 2, 3]}}, "different ones from 0 to 5"),
-    ({"eagle_config": {}, "eagle_aux_hidden_state_layer_ids": [2, 3, 4]}, "outside of eagle_config.*--ids-of ENGINE"),
-    ({"num_hidden_layers": 2}, "2 layers"),
-    ({"hidden_size": None, "rms_norm_eps": None}, "has no hidden_size, rms_norm_eps"),
-    ({"fc_norm": True}, "missing weights: fc_norm.0.weight"),
-    ({"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}, "RoPE of type 'longrope'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"target_hidden_size": 4096},
+            "another target: hidden size of the target 4096; expected 64",
+        ),
+        (
+            {"target_hidden_size": None, "hidden_size": 4096},
+            "another target: hidden size of the target 4096; expected 64",
+        ),
+        ({"hidden_size": 4096}, "hidden size 4096 without an embedding"),
+        ({"vocab_size": 32000}, "another target: vocabulary 32000; expected 512"),
+        ({"architectures": ["MambaForCausalLM"]}, r"architectures \['MambaForCausalLM'\]"),
+        ({"speculators_model_type": "eagle"}, "a speculator of type 'eagle'"),
+        ({"attention_bias": True}, "a drafter with attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 4, 5]}},
+            r"boundaries \[4, 5, 6\] of LlamaForCausalLM to sglang.*--ids-of ENGINE",
+        ),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 2, 3]}},
+            "different ones from 0 to 5",
+        ),
+        (
+            {"eagle_config": {}, "eagle_aux_hidden_state_layer_ids": [2, 3, 4]},
+            "outside of eagle_config.*--ids-of ENGINE",
+        ),
+        ({"num_hidden_layers": 2}, "2 layers"),
+        ({"hidden_size": None, "rms_norm_eps": None}, "has no hidden_size, rms_norm_eps"),
+        ({"fc_norm": True}, "missing weights: fc_norm.0.weight"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}, "RoPE of type 'longrope'"),
+    ],
+)
 def test_wrong_configs_are_refused_by_name(target, drafter, tmp_path, change, message):
     folder = export_sglang(drafter, target, tmp_path / "export")
     config = json.loads((folder / "config.json").read_text())
@@ -387,9 +594,14 @@ def test_export_refuses_what_sglang_cannot_serve(target, tmp_path):
 # ---- drafters that others trained
 
 
-def as_others_save(folder: Path, out: Path, change=lambda weights, config: None, file="model.safetensors") -> Path:
+def as_others_save(
+    folder: Path, out: Path, change=lambda weights, config: None, file="model.safetensors"
+) -> Path:
     """A copy of an export with the weights in this file, after `change` to weights and config."""
-    weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    weights, config = (
+        load_file(folder / "model.safetensors"),
+        json.loads((folder / "config.json").read_text()),
+    )
     change(weights, config)
     out.mkdir()
     torch.save(weights, out / file) if file.endswith(".bin") else save_file(weights, out / file)
@@ -405,13 +617,37 @@ def test_eagles_own_checkpoint(target, drafter, tmp_path):
             weights[name.replace("layers.0.", "midlayer.")] = weights.pop(name)
         weights["embed_tokens.weight"] = target.embedding()
         for name in weights:
-            weights[name] = weights[name].half() if weights[name].is_floating_point() else weights[name]
-        for name in ("eagle_config", "target_hidden_size", "num_aux_hidden_states", "fc_norm", "norm_output", "head_dim", "rope_theta", "rope_scaling"):
+            weights[name] = (
+                weights[name].half() if weights[name].is_floating_point() else weights[name]
+            )
+        for name in (
+            "eagle_config",
+            "target_hidden_size",
+            "num_aux_hidden_states",
+            "fc_norm",
+            "norm_output",
+            "head_dim",
+            "rope_theta",
+            "rope_scaling",
+        ):
             del config[name]
         config["architectures"] = ["LlamaForCausalLM"]
 
-    found = read_checkpoint(as_others_save(export_sglang(drafter, target, tmp_path / "export"), tmp_path / "eagle", change, "pytorch_model.bin"), target, boundaries=BOUNDARIES)
-    assert found.drafter.config == drafter.config and found.origin["boundaries_from"] == "as given" and found.origin["embedding"] == "the target's"
+    found = read_checkpoint(
+        as_others_save(
+            export_sglang(drafter, target, tmp_path / "export"),
+            tmp_path / "eagle",
+            change,
+            "pytorch_model.bin",
+        ),
+        target,
+        boundaries=BOUNDARIES,
+    )
+    assert (
+        found.drafter.config == drafter.config
+        and found.origin["boundaries_from"] == "as given"
+        and found.origin["embedding"] == "the target's"
+    )
     for name, weight in drafter.state_dict().items():
         expected = weight if name == "embed_tokens.weight" else weight.half().float()
         assert torch.equal(expected, found.drafter.state_dict()[name]), name
@@ -422,7 +658,10 @@ def test_eagles_own_checkpoint(target, drafter, tmp_path):
 def test_a_torn_index_is_said(target, drafter, tmp_path):
     folder = export_sglang(drafter, target, tmp_path / "export")
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"fc.wei')
-    with pytest.raises(EyasError, match="model.safetensors.index.json in 'export' can't be read.*copy the checkpoint again"):
+    with pytest.raises(
+        EyasError,
+        match="model.safetensors.index.json in 'export' can't be read.*copy the checkpoint again",
+    ):
         read_checkpoint(folder, target)
 
 
@@ -434,8 +673,15 @@ def test_without_a_draft_vocabulary(target, drafter, tmp_path):
             del weights[name]
         config["draft_vocab_size"] = None
 
-    found = read_checkpoint(as_others_save(export_sglang(drafter, target, tmp_path / "export"), tmp_path / "all", change), target).drafter
-    assert torch.equal(found.vocab.ids, torch.arange(target.vocab_size)) and torch.equal(found.lm_head.weight, target.head().lm_head)
+    found = read_checkpoint(
+        as_others_save(
+            export_sglang(drafter, target, tmp_path / "export"), tmp_path / "all", change
+        ),
+        target,
+    ).drafter
+    assert torch.equal(found.vocab.ids, torch.arange(target.vocab_size)) and torch.equal(
+        found.lm_head.weight, target.head().lm_head
+    )
 
 
 def test_whose_ids(target, drafter, tmp_path):
@@ -450,12 +696,20 @@ def test_whose_ids(target, drafter, tmp_path):
 
     with pytest.raises(EyasError, match="names no layer ids.*--ids-of"):
         read_checkpoint(forget("eagle_aux_hidden_state_layer_ids"), target)
-    with pytest.raises(EyasError, match=r"the default layer ids are boundaries \[3, 4, 4\]"):  # six blocks are few
-        read_checkpoint(tmp_path / "eagle_aux_hidden_state_layer_ids", target, ids_of="speculators-v1")
-    assert read_checkpoint(tmp_path / "eagle_aux_hidden_state_layer_ids", target, boundaries=(1, 2, 5)).drafter.config.boundaries == (1, 2, 5)
+    with pytest.raises(
+        EyasError, match=r"the default layer ids are boundaries \[3, 4, 4\]"
+    ):  # six blocks are few
+        read_checkpoint(
+            tmp_path / "eagle_aux_hidden_state_layer_ids", target, ids_of="speculators-v1"
+        )
+    assert read_checkpoint(
+        tmp_path / "eagle_aux_hidden_state_layer_ids", target, boundaries=(1, 2, 5)
+    ).drafter.config.boundaries == (1, 2, 5)
     with pytest.raises(EyasError, match="--norm-before-residual yes"):
         read_checkpoint(forget("norm_before_residual"), target)
-    assert read_checkpoint(tmp_path / "norm_before_residual", target, norm_before_residual=True).drafter.config.norm_before_residual
+    assert read_checkpoint(
+        tmp_path / "norm_before_residual", target, norm_before_residual=True
+    ).drafter.config.norm_before_residual
 
 
 def test_import_is_a_run_of_its_own(target, drafter, tmp_path, monkeypatch, capsys):
@@ -463,19 +717,52 @@ def test_import_is_a_run_of_its_own(target, drafter, tmp_path, monkeypatch, caps
     monkeypatch.setenv("EYAS_DATA", str(tmp_path / "data"))
     folder = export_speculators(drafter, target, tmp_path / "theirs", 3)
     config = json.loads((folder / "config.json").read_text())
-    config["transformer_layer_config"] |= {"sliding_window": 2048, "layer_types": ["sliding_attention"]}
+    config["transformer_layer_config"] |= {
+        "sliding_window": 2048,
+        "layer_types": ["sliding_attention"],
+    }
     (folder / "config.json").write_text(json.dumps(config))
-    command = ["import-drafter", str(folder), "-p", "run_name", "theirs", "-p", "target", str(target.folder)]
+    command = [
+        "import-drafter",
+        str(folder),
+        "-p",
+        "run_name",
+        "theirs",
+        "-p",
+        "target",
+        str(target.folder),
+    ]
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert "boundaries 2, 3, 4: layer ids [2, 3, 4] as speculators reads them" in out and "a window of 2,048 tokens" in out and "decode -p drafter_run theirs" in out
+    assert (
+        "boundaries 2, 3, 4: layer ids [2, 3, 4] as speculators reads them" in out
+        and "a window of 2,048 tokens" in out
+        and "decode -p drafter_run theirs" in out
+    )
     run = Config.create(run_name="theirs", target=str(target.folder))
     agree(drafter, load_drafter(run.drafter_dir, target))
     record = read_record(run.drafter_dir)["imported"]
-    assert record["folder"] == "theirs" and record["files"] == {"model.safetensors": sha256_file(folder / "model.safetensors")} and record["config"] == config
+    assert (
+        record["folder"] == "theirs"
+        and record["files"] == {"model.safetensors": sha256_file(folder / "model.safetensors")}
+        and record["config"] == config
+    )
     assert main(command) == 2 and "has a drafter already" in capsys.readouterr().err
-    given = ["-p", "run_name", "again", "-p", "boundaries", "1,2,3", "-p", "target", str(target.folder)]
-    assert main([*command[:2], *given]) == 0 and "boundaries 1, 2, 3: as given" in capsys.readouterr().out
+    given = [
+        "-p",
+        "run_name",
+        "again",
+        "-p",
+        "boundaries",
+        "1,2,3",
+        "-p",
+        "target",
+        str(target.folder),
+    ]
+    assert (
+        main([*command[:2], *given]) == 0
+        and "boundaries 1, 2, 3: as given" in capsys.readouterr().out
+    )
     judge = Config.create(run_name="mine", drafter_run="theirs")
     assert judge.judged_store_dir == judge.store_dir and judge.judged.drafter_dir == run.drafter_dir
     run.store_dir.mkdir()
@@ -489,14 +776,21 @@ class Runs:
         return os.system, ("exit 3",)
 
 
-@pytest.mark.parametrize("spoil, message", [
-    (lambda path: torch.save({"fc.weight": Runs()}, path), "tensors only"),
-    (lambda path: torch.save({"fc.weight": [1.0]}, path), "holds more than tensors"),
-    (lambda path: path.write_bytes(path.read_bytes()[:1000]), "can't be read"),
-    (lambda path: path.unlink(), "no model.safetensors"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda path: torch.save({"fc.weight": Runs()}, path), "tensors only"),
+        (lambda path: torch.save({"fc.weight": [1.0]}, path), "holds more than tensors"),
+        (lambda path: path.write_bytes(path.read_bytes()[:1000]), "can't be read"),
+        (lambda path: path.unlink(), "no model.safetensors"),
+    ],
+)
 def test_weights_that_are_not_weights(target, drafter, tmp_path, spoil, message):
-    folder = as_others_save(export_sglang(drafter, target, tmp_path / "export"), tmp_path / "other", file="pytorch_model.bin")
+    folder = as_others_save(
+        export_sglang(drafter, target, tmp_path / "export"),
+        tmp_path / "other",
+        file="pytorch_model.bin",
+    )
     spoil(folder / "pytorch_model.bin")
     with pytest.raises(EyasError, match=message):
         read_checkpoint(folder, target)
@@ -505,7 +799,9 @@ def test_weights_that_are_not_weights(target, drafter, tmp_path, spoil, message)
 # ---- in the peers' own environments
 
 
-def drafted(drafter: Drafter, input_ids: torch.Tensor, states: torch.Tensor, steps: int) -> torch.Tensor:
+def drafted(
+    drafter: Drafter, input_ids: torch.Tensor, states: torch.Tensor, steps: int
+) -> torch.Tensor:
     """Logits [steps, slots, D] as serving computes them: step s at slot j, its drafts being the text's own tokens."""
     hidden, rows = drafter.fuse(states), []
     for slot in range(len(input_ids) - 1 - steps):
@@ -513,7 +809,9 @@ def drafted(drafter: Drafter, input_ids: torch.Tensor, states: torch.Tensor, ste
         out = drafter.extend(input_ids[1 : slot + 2], hidden[: slot + 1], cache)[-1:]
         for s in range(steps):
             if s:
-                out = drafter.extend(input_ids[slot + 1 + s : slot + 2 + s], drafter.feed_back(out), cache)
+                out = drafter.extend(
+                    input_ids[slot + 1 + s : slot + 2 + s], drafter.feed_back(out), cache
+                )
             row.append(drafter.logits(out)[0])
         rows.append(torch.stack(row))
     return torch.stack(rows, dim=1)
@@ -539,7 +837,10 @@ def run(folder):
 def text(target, tmp_path):
     """(input_ids [T], states [T, B*H], the file of both)."""
     g = torch.Generator().manual_seed(0)
-    ids, states = torch.randint(0, target.vocab_size, (14,), generator=g), torch.randn(14, len(BOUNDARIES) * target.hidden_size, generator=g)
+    ids, states = (
+        torch.randint(0, target.vocab_size, (14,), generator=g),
+        torch.randn(14, len(BOUNDARIES) * target.hidden_size, generator=g),
+    )
     save_file({"ids": ids, "states": states}, tmp_path / "given.safetensors")
     return ids, states, str(tmp_path / "given.safetensors")
 
@@ -552,8 +853,13 @@ def test_speculators_own_layer_ids(tmp_path):
     """Its own default, and which ids it takes at all: boundary N, behind the last block, too."""
     for n in BLOCKS:
         (tmp_path / str(n)).mkdir()
-        (tmp_path / str(n) / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": n}))
-    found = peer("EYAS_PEER_SPECULATORS", "speculators==0.9.0", """
+        (tmp_path / str(n) / "config.json").write_text(
+            json.dumps({"model_type": "llama", "num_hidden_layers": n})
+        )
+    found = peer(
+        "EYAS_PEER_SPECULATORS",
+        "speculators==0.9.0",
+        """
 from speculators.models.utils import resolve_target_layer_ids
 def taken(id, folder):
     try:
@@ -561,16 +867,29 @@ def taken(id, folder):
     except ValueError:
         return False
 found = {n: (resolve_target_layer_ids(None, f"{sys.argv[2]}/{n}"), [id for id in range(-2, n + 3) if taken(id, f"{sys.argv[2]}/{n}")]) for n in map(int, sys.argv[3:])}
-""", str(tmp_path / "found.pt"), str(tmp_path), *map(str, BLOCKS))  # fmt: skip
+""",
+        str(tmp_path / "found.pt"),
+        str(tmp_path),
+        *map(str, BLOCKS),
+    )
     for n, (default, ids) in found.items():
-        assert engine_boundaries(None, "LlamaForCausalLM", n, "speculators") == tuple(default) == engine_boundaries(default, "LlamaForCausalLM", n, "speculators")
-        assert ids == [id for id in range(-2, n + 3) if read([id], "LlamaForCausalLM", n, "speculators")]
+        assert (
+            engine_boundaries(None, "LlamaForCausalLM", n, "speculators")
+            == tuple(default)
+            == engine_boundaries(default, "LlamaForCausalLM", n, "speculators")
+        )
+        assert ids == [
+            id for id in range(-2, n + 3) if read([id], "LlamaForCausalLM", n, "speculators")
+        ]
 
 
 @pytest.mark.peer
 def test_layer_ids_of_speculators_before_0_5(tmp_path):
     """Its own default, and its own loop over the blocks (run alone: it asks for vLLM), each of which adds 1 to what it is given: a state says how many it has passed."""
-    found = peer("EYAS_PEER_SPECULATORS_V1", "speculators==0.3.0", """
+    found = peer(
+        "EYAS_PEER_SPECULATORS_V1",
+        "speculators==0.3.0",
+        """
 import ast, importlib.util
 from itertools import islice
 from pathlib import Path
@@ -591,37 +910,68 @@ for n in map(int, sys.argv[2:]):
     model = SimpleNamespace(_extension=extension, layers=layers, start_layer=0, end_layer=n, norm=lambda states, residual: (states, residual))
     names["_patched_forward"](model, None, None, inputs_embeds=torch.zeros(()))
     found[n] = ids, [int(state) for state in kept]
-""", str(tmp_path / "found.pt"), *map(str, BLOCKS))  # fmt: skip
+""",
+        str(tmp_path / "found.pt"),
+        *map(str, BLOCKS),
+    )
     for n, (ids, passed) in found.items():
-        assert engine_ids(tuple(passed[:3]), "LlamaForCausalLM", n, "speculators-v1") == ids[:3] and passed[3] == n
+        assert (
+            engine_ids(tuple(passed[:3]), "LlamaForCausalLM", n, "speculators-v1") == ids[:3]
+            and passed[3] == n
+        )
         assert engine_boundaries(None, "LlamaForCausalLM", n, "speculators-v1") == tuple(passed[:3])
 
 
 @pytest.mark.peer
 def test_specforges_own_layer_ids(tmp_path):
     """Its default ids, given to SGLang's own method of each family, as it does."""
-    found = peer("EYAS_PEER_SPECFORGE", "-r requirements/cpu.txt --no-deps && PEER/bin/pip install --no-deps specforge==0.2.0", """
+    found = peer(
+        "EYAS_PEER_SPECFORGE",
+        "-r requirements/cpu.txt --no-deps && PEER/bin/pip install --no-deps specforge==0.2.0",
+        """
 from types import SimpleNamespace
 from specforge.algorithms.model_providers import resolve_eagle_capture_layers
 run = SimpleNamespace(model=SimpleNamespace(aux_hidden_state_layer_ids=None))
 found = {n: resolve_eagle_capture_layers(run, {}, SimpleNamespace(num_hidden_layers=n)) for n in map(int, sys.argv[2:])}
-""", str(tmp_path / "found.pt"), *map(str, BLOCKS))  # fmt: skip
+""",
+        str(tmp_path / "found.pt"),
+        *map(str, BLOCKS),
+    )
     for n, ids in found.items():
         for architecture in FAMILY_NAMES:
-            assert engine_boundaries(None, architecture, n, "specforge") == tuple(captured(architecture, ids, n)) == engine_boundaries(ids, architecture, n, "specforge")
+            assert (
+                engine_boundaries(None, architecture, n, "specforge")
+                == tuple(captured(architecture, ids, n))
+                == engine_boundaries(ids, architecture, n, "specforge")
+            )
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("switches", [{}, {"fc_norm": True, "norm_output": True}, IMPORTED], ids=["plain", "norms", "imported"])
+@pytest.mark.parametrize(
+    "switches",
+    [{}, {"fc_norm": True, "norm_output": True}, IMPORTED],
+    ids=["plain", "norms", "imported"],
+)
 @torch.no_grad()
-def test_speculators_loads_the_export_and_agrees_and_we_load_what_it_saves(target, tmp_path, text, switches):
+def test_speculators_loads_the_export_and_agrees_and_we_load_what_it_saves(
+    target, tmp_path, text, switches
+):
     drafter, (ids, states, given) = make_drafter(target, **switches), text
     folder = export_speculators(drafter, target, tmp_path / "export", 3)
-    found = peer("EYAS_PEER_SPECULATORS", "speculators==0.9.0", SPECULATORS_RUNS + """
+    found = peer(
+        "EYAS_PEER_SPECULATORS",
+        "speculators==0.9.0",
+        SPECULATORS_RUNS
+        + """
 model, logits = run(sys.argv[3])
 model.save_pretrained(sys.argv[4])
 found = {"logits": logits, "class": type(model).__name__, "tok": model.config.speculators_config.proposal_methods[0].speculative_tokens}
-""", str(tmp_path / "found.pt"), given, str(folder), str(tmp_path / "saved"))  # fmt: skip
+""",
+        str(tmp_path / "found.pt"),
+        given,
+        str(folder),
+        str(tmp_path / "saved"),
+    )
     ours = drafted(drafter, ids, states, 2)
     torch.testing.assert_close(found["logits"][:, : ours.shape[1]], ours, atol=2e-5, rtol=2e-5)
     assert (found["class"], found["tok"]) == ("Eagle3DraftModel", 3)
@@ -633,7 +983,10 @@ found = {"logits": logits, "class": type(model).__name__, "tok": model.config.sp
 def test_what_specforge_saves_is_loaded_and_agrees(target, tmp_path, text):
     """Its own model class with random weights, its own save_pretrained; the first draft step of each slot."""
     ids, states, given = text
-    found = peer("EYAS_PEER_SPECFORGE", "-r requirements/cpu.txt --no-deps && PEER/bin/pip install --no-deps specforge==0.2.0", """
+    found = peer(
+        "EYAS_PEER_SPECFORGE",
+        "-r requirements/cpu.txt --no-deps && PEER/bin/pip install --no-deps specforge==0.2.0",
+        """
 import os
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 from safetensors.torch import load_file
@@ -656,7 +1009,12 @@ with torch.no_grad():
     out = model.backbone(model.embed_input_ids(given["ids"][None, 1:]), hidden, [[], []], mask, torch.arange(n)[None])
     found = {"logits": model.compute_logits(out)[0]}
 model.save_pretrained(sys.argv[4])
-""", str(tmp_path / "found.pt"), given, str(target.folder), str(tmp_path / "saved"))  # fmt: skip
+""",
+        str(tmp_path / "found.pt"),
+        given,
+        str(target.folder),
+        str(tmp_path / "saved"),
+    )
     drafter = read_checkpoint(tmp_path / "saved", target, boundaries=BOUNDARIES).drafter
     ours = drafted(drafter, ids, states, 1)[0]
     torch.testing.assert_close(found["logits"][: len(ours)], ours, atol=2e-5, rtol=2e-5)

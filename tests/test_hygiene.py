@@ -29,7 +29,13 @@ def read(path: Path):
 
 
 def test_the_five_notebooks_are_there():
-    assert [p.stem for p in paths][:5] == ["01_server_setup", "02_extraction", "03_shard_inspection", "04_training", "05_acceptance"]
+    assert [p.stem for p in paths][:5] == [
+        "01_server_setup",
+        "02_extraction",
+        "03_shard_inspection",
+        "04_training",
+        "05_acceptance",
+    ]
 
 
 @each_notebook
@@ -37,7 +43,9 @@ def test_stripped(path):
     notebook = read(path)
     nbformat.validate(notebook)
     assert notebook.metadata["kernelspec"]["name"] == "python3"
-    assert set(notebook.metadata) <= {"eyas", "kernelspec", "language_info"} and set(notebook.metadata.get("language_info", {})) <= {"name"}
+    assert set(notebook.metadata) <= {"eyas", "kernelspec", "language_info"} and set(
+        notebook.metadata.get("language_info", {})
+    ) <= {"name"}
     for cell in notebook.cells:
         assert set(cell.metadata) <= {"tags"}
         if cell.cell_type == "code":
@@ -67,7 +75,13 @@ def test_parameters(path):
         assert value == FIELDS[name].default and type(value) is type(FIELDS[name].default), name
     config_cell = cells[tagged[0] + 1].source
     assert "Config.create(**parameters)" in config_cell
-    handed_over = {k.arg for call in ast.walk(ast.parse(config_cell)) if isinstance(call, ast.Call) for k in call.keywords if k.arg}
+    handed_over = {
+        k.arg
+        for call in ast.walk(ast.parse(config_cell))
+        if isinstance(call, ast.Call)
+        for k in call.keywords
+        if k.arg
+    }
     assert handed_over == set(declared)
 
 
@@ -76,7 +90,9 @@ def test_no_definitions(path):
     for cell in read(path).cells:
         if cell.cell_type == "code":
             for node in ast.walk(ast.parse(cell.source)):
-                assert not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)), f"a function belongs in lib/eyas: {cell.source}"
+                assert not isinstance(
+                    node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+                ), f"a function belongs in lib/eyas: {cell.source}"
 
 
 @each_notebook
@@ -84,7 +100,9 @@ def test_every_setting_used_is_declared(path):
     """A setting that a called function reads but the notebook does not declare would silently keep its default whatever the profile says."""
     own = "\n".join(c.source for c in read(path).cells if c.cell_type == "code")
     used, seen, waiting = settings_of(own), set(), set(imports_of(ast.parse(own)).values())
-    waiting |= {("cli", f"_{command}") for command in re.findall(r'start\(config, "(\w+)"\)', own)}  # a job runs that command
+    waiting |= {
+        ("cli", f"_{command}") for command in re.findall(r'start\(config, "(\w+)"\)', own)
+    }  # a job runs that command
     while waiting:
         module, name = waiting.pop()
         source = source_of(module)
@@ -92,7 +110,11 @@ def test_every_setting_used_is_declared(path):
             continue
         seen.add((module, name))
         tree = ast.parse(source.read_text())
-        defined = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        defined = {
+            node.name: node
+            for node in tree.body
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        }
         if name not in defined:
             continue
         text = ast.unparse(defined[name])
@@ -102,10 +124,16 @@ def test_every_setting_used_is_declared(path):
         for node in ast.walk(defined[name]):
             if isinstance(node, ast.Name) and node.id in known:
                 waiting.add(known[node.id])
-            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and known.get(node.value.id, ("", ""))[1] is None:
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and known.get(node.value.id, ("", ""))[1] is None
+            ):
                 waiting.add((known[node.value.id][0], node.attr))
     missing = used - set(declared_parameters(path))
-    assert not missing, f"{path.stem} calls {sorted(seen, key=str)} and does not declare {sorted(missing)}"
+    assert not missing, (
+        f"{path.stem} calls {sorted(seen, key=str)} and does not declare {sorted(missing)}"
+    )
 
 
 def source_of(module: str) -> Path:
@@ -121,7 +149,10 @@ def imports_of(tree: ast.Module) -> dict[str, tuple[str, str | None]]:
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("eyas."):
-            found |= {a.asname or a.name: place(node.module.removeprefix("eyas."), a.name) for a in node.names}
+            found |= {
+                a.asname or a.name: place(node.module.removeprefix("eyas."), a.name)
+                for a in node.names
+            }
         elif isinstance(node, ast.ImportFrom) and node.module == "eyas":
             found |= {a.asname or a.name: (a.name, None) for a in node.names}
     return found
@@ -142,9 +173,15 @@ def test_profiles(path):
     assert Config.load(path.stem).run_name == path.stem
     for name, value in values.items():
         coerced = _coerce(name, value, Config.__annotations__[name])
-        assert (list(coerced) if isinstance(coerced, tuple) else coerced) == value, f"{name}: {value!r}"
-        assert not isinstance(value, str) or isinstance(FIELDS[name].default, str), f"{name}: {value!r} is a string"
-    assert set(values) - {"notebooks"} <= set().union(*(declared_parameters(p) for p in paths))  # that one is for report
+        assert (list(coerced) if isinstance(coerced, tuple) else coerced) == value, (
+            f"{name}: {value!r}"
+        )
+        assert not isinstance(value, str) or isinstance(FIELDS[name].default, str), (
+            f"{name}: {value!r} is a string"
+        )
+    assert set(values) - {"notebooks"} <= set().union(
+        *(declared_parameters(p) for p in paths)
+    )  # that one is for report
 
 
 def test_profiles_that_have_to_be_there():
@@ -153,9 +190,16 @@ def test_profiles_that_have_to_be_there():
 
 def test_no_machine_paths():
     """Nothing tracked (or about to be) names a folder of the machine that it was made on."""
-    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     wrong = []
-    pattern = re.compile(rf"(?<![\w.~-])/(?:root|home|Users|work|workspace|mnt|scratch)/\w|{re.escape(str(ROOT))}(?![\w-])")
+    pattern = re.compile(
+        rf"(?<![\w.~-])/(?:root|home|Users|work|workspace|mnt|scratch)/\w|{re.escape(str(ROOT))}(?![\w-])"
+    )
     for name in filter(None, listed.stdout.split("\0")):
         path = ROOT / name
         if path.is_file() and path.suffix not in (".png", ".parquet", ".safetensors"):
@@ -168,43 +212,94 @@ def test_no_machine_paths():
 def test_every_command_that_is_named_exists():
     """`python -m eyas COMMAND --flag` in messages, notebooks and documents: the command and its flags are the parser's."""
     parser = build_parser()
-    texts = {p: p.read_text() for folder in ("lib", "notebooks", "patches", "benchmarks") for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".ipynb", ".md", ".yaml")}
+    texts = {
+        p: p.read_text()
+        for folder in ("lib", "notebooks", "patches", "benchmarks")
+        for p in (ROOT / folder).rglob("*")
+        if p.suffix in (".py", ".ipynb", ".md", ".yaml")
+    }
     texts |= {p: p.read_text() for p in (ROOT / "README.md", ROOT / "Makefile")}
     wrong, seen = [], set()
     for path, text in texts.items():
-        for words in re.findall(r"python -m eyas ((?:[a-z-]+ ?)+(?:[A-Z.]+ )?(?:-p \w+ \S+ )*(?:--[a-z-]+)?)", text):
+        for words in re.findall(
+            r"python -m eyas ((?:[a-z-]+ ?)+(?:[A-Z.]+ )?(?:-p \w+ \S+ )*(?:--[a-z-]+)?)", text
+        ):
             command, *rest = words.split()
             here = parser
-            while (choices := next((a.choices for a in here._actions if isinstance(a, argparse._SubParsersAction)), None)) and command in choices:
+            while (
+                choices := next(
+                    (a.choices for a in here._actions if isinstance(a, argparse._SubParsersAction)),
+                    None,
+                )
+            ) and command in choices:
                 here, command = choices[command], rest.pop(0) if rest else ""
             if here is parser:
                 wrong.append(f"{path.relative_to(ROOT)}: {words}")
                 continue
             seen.add(words.split()[0])
             options = {option for action in here._actions for option in action.option_strings}
-            wrong += [f"{path.relative_to(ROOT)}: {words}" for word in [command, *rest] if word.startswith("--") and word not in options]
+            wrong += [
+                f"{path.relative_to(ROOT)}: {words}"
+                for word in [command, *rest]
+                if word.startswith("--") and word not in options
+            ]
     assert not wrong
     assert {"extract", "verify", "server", "train", "parity"} <= seen
 
 
-@pytest.mark.parametrize("path", sorted([*(ROOT / "lib").rglob("*.py"), *(ROOT / "patches").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests").glob("*.py")]), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path",
+    sorted(
+        [
+            *(ROOT / "lib").rglob("*.py"),
+            *(ROOT / "patches").rglob("*.py"),
+            *(ROOT / "benchmarks").glob("*.py"),
+            *(ROOT / "tests").glob("*.py"),
+        ]
+    ),
+    ids=lambda p: p.name,
+)
 def test_every_name_is_defined(path):
     """A name that a function reads is its own, an outer one's, the module's, or Python's."""
     module = symtable.symtable(path.read_text(encoding="utf-8"), path.name, "exec")
-    known = {s.get_name() for s in module.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()} | set(dir(builtins)) | {"__file__", "__class__"}
+    known = (
+        {
+            s.get_name()
+            for s in module.get_symbols()
+            if s.is_assigned() or s.is_imported() or s.is_namespace()
+        }
+        | set(dir(builtins))
+        | {"__file__", "__class__"}
+    )
 
     def scopes(table):
         yield table
         for child in table.get_children():
             yield from scopes(child)
 
-    known |= {s.get_name() for table in scopes(module) for s in table.get_symbols() if s.is_declared_global() and s.is_assigned()}
-    missing = {f"{table.get_name()}: {s.get_name()}" for table in scopes(module) for s in table.get_symbols() if s.is_global() and s.is_referenced() and s.get_name() not in known}
+    known |= {
+        s.get_name()
+        for table in scopes(module)
+        for s in table.get_symbols()
+        if s.is_declared_global() and s.is_assigned()
+    }
+    missing = {
+        f"{table.get_name()}: {s.get_name()}"
+        for table in scopes(module)
+        for s in table.get_symbols()
+        if s.is_global() and s.is_referenced() and s.get_name() not in known
+    }
     assert not missing
 
 
 def test_clients_that_threads_share_have_no_bound_of_their_own():
     """serve.LIMITS says why."""
-    for path in [*ROOT.glob("lib/eyas/**/*.py"), *ROOT.glob("benchmarks/*.py"), ROOT / "tests" / "test_server.py"]:
+    for path in [
+        *ROOT.glob("lib/eyas/**/*.py"),
+        *ROOT.glob("benchmarks/*.py"),
+        ROOT / "tests" / "test_server.py",
+    ]:
         for made in re.findall(r"httpx\.Client\(.*", path.read_text(encoding="utf-8")):
-            assert "limits=LIMITS" in made or " client.stream(" in made, path.name  # a stream is alone
+            assert "limits=LIMITS" in made or " client.stream(" in made, (
+                path.name
+            )  # a stream is alone

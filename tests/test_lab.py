@@ -46,7 +46,9 @@ class Kernel:
         environment = os.environ | {"PYTHONPATH": str(ROOT / "lib"), "OMP_NUM_THREADS": "1"}
         for tries_left in (2, 1, 0):
             try:
-                self.manager, self.client = start_new_kernel(kernel_name="python3", cwd=str(cwd), env=environment, startup_timeout=TIMEOUT_S)
+                self.manager, self.client = start_new_kernel(
+                    kernel_name="python3", cwd=str(cwd), env=environment, startup_timeout=TIMEOUT_S
+                )
                 break
             except RuntimeError:  # somebody else took a port of its before it did
                 if not tries_left:
@@ -88,7 +90,11 @@ class Kernel:
         outputs = []
         for cell in nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells:
             if cell.cell_type == "code":
-                edits = "".join(f"\n{n} = {v!r}" for n, v in changed.items()) if "parameters" in cell.metadata.get("tags", []) else ""
+                edits = (
+                    "".join(f"\n{n} = {v!r}" for n, v in changed.items())
+                    if "parameters" in cell.metadata.get("tags", [])
+                    else ""
+                )
                 outputs += self.run(cell.source + edits)
                 if outputs and outputs[-1]["output_type"] == "error":
                     return outputs, outputs[-1]
@@ -117,7 +123,9 @@ def kernel(tmp_path_factory):
 @pytest.fixture
 def lab(kernel, data):
     """(kernel, data folder): the kernel looks into the test's own data folder."""
-    kernel.run(f"%reset -f\nimport os; os.environ['EYAS_DATA'] = {str(data)!r}; os.chdir({str(NOTEBOOKS)!r})")
+    kernel.run(
+        f"%reset -f\nimport os; os.environ['EYAS_DATA'] = {str(data)!r}; os.chdir({str(NOTEBOOKS)!r})"
+    )
     yield kernel, data
     for job in jobs.list_jobs():
         jobs.stop(job, patience_s=10)
@@ -125,11 +133,25 @@ def lab(kernel, data):
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    return load_target(str(make_tiny_target(tmp_path_factory.mktemp("targets") / "tiny", n_blocks=test_train.N_BLOCKS)))
+    return load_target(
+        str(
+            make_tiny_target(
+                tmp_path_factory.mktemp("targets") / "tiny", n_blocks=test_train.N_BLOCKS
+            )
+        )
+    )
 
 
 def tiny_settings(target, **values) -> dict:
-    return {"run_name": "tiny", "target": str(target.folder), "boundaries": (2, 3), "threads": 1, "draft_vocab_size": 40, "batch_tok": 64, **values}
+    return {
+        "run_name": "tiny",
+        "target": str(target.folder),
+        "boundaries": (2, 3),
+        "threads": 1,
+        "draft_vocab_size": 40,
+        "batch_tok": 64,
+        **values,
+    }
 
 
 @pytest.fixture
@@ -139,7 +161,17 @@ def capture(target, tmp_path, monkeypatch):
     path = test_crashes.write_prompts(tmp_path / "prompts.jsonl", 40, 8)
 
     def config(name: str) -> Config:
-        return Config.create(run_name=name, target=str(target.folder), boundaries=(2, 3), prompt_set=str(path), train_samples=40, heldout_samples=8, max_length=128, concurrency=2, server_url=server.url)
+        return Config.create(
+            run_name=name,
+            target=str(target.folder),
+            boundaries=(2, 3),
+            prompt_set=str(path),
+            train_samples=40,
+            heldout_samples=8,
+            max_length=128,
+            concurrency=2,
+            server_url=server.url,
+        )
 
     yield server, load_prompts(path), config
     server.close()
@@ -149,15 +181,25 @@ def capture(target, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("folder", ["notebooks", "elsewhere"])
-@pytest.mark.parametrize(("name", "changed", "said", "next_command"), [
-    ("02_extraction", {"prompt_set": "none.jsonl"}, "none.jsonl", "python -m eyas prompts "),
-    ("03_shard_inspection", {}, "no store at 'store' of run 'demo'", "python -m eyas extract"),
-    ("04_training", {}, "no store at 'store' of run 'demo'", "python -m eyas extract"),
-    ("04_training", {"run_name": "mine"}, "no store at 'store' of run 'mine'", "python -m eyas extract, with -p run_name mine as here"),
-    ("05_acceptance", {}, "no store at 'store' of run 'demo'", "python -m eyas extract"),
-    ("06_layer_choice", {}, "no store at 'store' of run 'demo'", "python -m eyas extract"),
-])  # fmt: skip
-def test_a_missing_input_is_named_with_the_command_that_makes_it(lab, tmp_path, target, name, changed, said, next_command, folder):
+@pytest.mark.parametrize(
+    ("name", "changed", "said", "next_command"),
+    [
+        ("02_extraction", {"prompt_set": "none.jsonl"}, "none.jsonl", "python -m eyas prompts "),
+        ("03_shard_inspection", {}, "no store at 'store' of run 'demo'", "python -m eyas extract"),
+        ("04_training", {}, "no store at 'store' of run 'demo'", "python -m eyas extract"),
+        (
+            "04_training",
+            {"run_name": "mine"},
+            "no store at 'store' of run 'mine'",
+            "python -m eyas extract, with -p run_name mine as here",
+        ),
+        ("05_acceptance", {}, "no store at 'store' of run 'demo'", "python -m eyas extract"),
+        ("06_layer_choice", {}, "no store at 'store' of run 'demo'", "python -m eyas extract"),
+    ],
+)
+def test_a_missing_input_is_named_with_the_command_that_makes_it(
+    lab, tmp_path, target, name, changed, said, next_command, folder
+):
     kernel, _ = lab
     if folder == "elsewhere":
         kernel.run(f"os.chdir({str(tmp_path)!r})")
@@ -175,11 +217,26 @@ def test_what_comes_after_the_store_is_asked_for_too(lab, target):
     config = Config.create(**tiny_settings(target))
     test_train.write_store(config.store_dir, target)
     for name, said, next_command in (
-        ("04_training", "the store of run 'tiny' has no parity certificate", "python -m eyas parity -p run_name tiny"),
+        (
+            "04_training",
+            "the store of run 'tiny' has no parity certificate",
+            "python -m eyas parity -p run_name tiny",
+        ),
         ("05_acceptance", "no drafter", "python -m eyas train"),
-        ("06_layer_choice", "the store has 3 boundaries, not 0 1", "python -m eyas extract -p extra_boundaries all -p run_name NAME"),
+        (
+            "06_layer_choice",
+            "the store has 3 boundaries, not 0 1",
+            "python -m eyas extract -p extra_boundaries all -p run_name NAME",
+        ),
     ):
-        _, error = kernel.notebook(name, **{n: v for n, v in tiny_settings(target).items() if n in declared_parameters(NOTEBOOKS / f"{name}.ipynb")})
+        _, error = kernel.notebook(
+            name,
+            **{
+                n: v
+                for n, v in tiny_settings(target).items()
+                if n in declared_parameters(NOTEBOOKS / f"{name}.ipynb")
+            },
+        )
         assert error["ename"] == "EyasError" and said in error["traceback"][0], error
         assert next_command in error["traceback"][-1] and len(error["traceback"]) <= 3
 
@@ -194,7 +251,9 @@ def test_03_runs_where_its_store_is(lab, target, capture):
     _, prompts, config_of = capture
     config = config_of("tiny")
     extract(config, need_servers(config), target, prompts)
-    outputs, error = kernel.notebook("03_shard_inspection", run_name="tiny", target=str(target.folder), draft_vocab_size=40)
+    outputs, error = kernel.notebook(
+        "03_shard_inspection", run_name="tiny", target=str(target.folder), draft_vocab_size=40
+    )
     assert error is None, error
     assert "48 samples, boundaries 2, 3, 6" in text_of(outputs)
 
@@ -207,9 +266,14 @@ def test_04_runs_where_its_store_is(lab, target):
     test_train.write_store(config.store_dir, target)
     outputs, error = kernel.notebook("04_training", **values)
     assert error is None, error
-    assert "optimiser steps" in text_of(outputs) and "held-out acceptance length, offline walk of 3 drafts" in text_of(outputs)
+    assert "optimiser steps" in text_of(
+        outputs
+    ) and "held-out acceptance length, offline walk of 3 drafts" in text_of(outputs)
     (bar,) = bars_of(outputs)
-    assert re.match(r"(\d+)/\1 steps, 100 %", bar["text/plain"]) and jobs.list_jobs()[0].state == "done"
+    assert (
+        re.match(r"(\d+)/\1 steps, 100 %", bar["text/plain"])
+        and jobs.list_jobs()[0].state == "done"
+    )
     assert sum("image/svg+xml" in o.get("data", {}) for o in outputs) >= 4, "its figures"
 
 
@@ -260,7 +324,9 @@ def to_train(target, data):
     """settings(name) of a training of some seconds, its store written; and the drafter that an undisturbed run of them ends with."""
 
     def settings(name: str) -> dict:
-        values = tiny_settings(target, run_name=name, epochs=16.0, checkpoint_steps=5, without_parity=True)
+        values = tiny_settings(
+            target, run_name=name, epochs=16.0, checkpoint_steps=5, without_parity=True
+        )
         test_train.write_store(Config.create(**values).store_dir, target)
         return values
 
@@ -289,9 +355,14 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(lab, to_train):
     values = settings("stopped")
     config, cell = Config.create(**values), TRAIN.format(settings=values)
     outputs = kernel.run(cell, when=some_steps(config))
-    assert outputs[-1]["ename"] == "KeyboardInterrupt" and not (config.drafter_dir / "drafter.safetensors").exists()
+    assert (
+        outputs[-1]["ename"] == "KeyboardInterrupt"
+        and not (config.drafter_dir / "drafter.safetensors").exists()
+    )
     outputs = kernel.run(cell)
-    assert "goes on after optimiser step" in text_of(outputs) and outputs[-1]["output_type"] != "error"
+    assert (
+        "goes on after optimiser step" in text_of(outputs) and outputs[-1]["output_type"] != "error"
+    )
     assert same(weights(config), undisturbed)
 
 
@@ -301,14 +372,30 @@ def test_an_interrupt_leaves_the_real_server_serving(lab, server, server_data):
     kernel, _ = lab
     config, running = server
     kernel.run(f"os.environ['EYAS_DATA'] = {str(server_data)!r}")
-    values = {"target": config.target, "run_name": "interrupted", "server_url": running.url, "train_samples": 60, "heldout_samples": 1, "concurrency": 2}
+    values = {
+        "target": config.target,
+        "run_name": "interrupted",
+        "server_url": running.url,
+        "train_samples": 60,
+        "heldout_samples": 1,
+        "concurrency": 2,
+    }
     before = running.status()
     store = Config.create(**values).store_dir
     cell = EXTRACT.format(settings=values)
-    outputs = kernel.run(cell, when=lambda _: running.status()["capture"]["captured"] > before["capture"]["captured"] + 5)
+    outputs = kernel.run(
+        cell,
+        when=lambda _: running.status()["capture"]["captured"] > before["capture"]["captured"] + 5,
+    )
     assert outputs[-1].get("ename") == "KeyboardInterrupt", outputs
-    assert running.process() is not None and running.status()["capture"]["boundaries"] == before["capture"]["boundaries"]
-    assert not list(Path(before["capture"]["spool"]).iterdir()) and len(Store.open(store).samples()) < 61
+    assert (
+        running.process() is not None
+        and running.status()["capture"]["boundaries"] == before["capture"]["boundaries"]
+    )
+    assert (
+        not list(Path(before["capture"]["spool"]).iterdir())
+        and len(Store.open(store).samples()) < 61
+    )
     assert "failed 0" in text_of(kernel.run(cell)) and len(Store.open(store).samples()) == 61
 
 
@@ -322,9 +409,14 @@ def test_an_interrupt_while_the_server_starts_leaves_none(lab, target):
             pids.append(read_json(config.server_dir / "server.json")["pid"])
         return bool(pids)
 
-    outputs = kernel.run(f"from eyas.config import Config\nfrom eyas.server.serve import server_up\nserver_up(Config.create(**{config.changed!r}))", when=started)
+    outputs = kernel.run(
+        f"from eyas.config import Config\nfrom eyas.server.serve import server_up\nserver_up(Config.create(**{config.changed!r}))",
+        when=started,
+    )
     assert outputs[-1]["ename"] == "KeyboardInterrupt"
-    assert not psutil.pid_exists(pids[0]) or psutil.Process(pids[0]).status() == psutil.STATUS_ZOMBIE
+    assert (
+        not psutil.pid_exists(pids[0]) or psutil.Process(pids[0]).status() == psutil.STATUS_ZOMBIE
+    )
     assert not (config.server_dir / "server.json").exists()
 
 
@@ -352,7 +444,11 @@ def test_a_job_outlives_interrupt_and_kernel_and_is_found_again(to_train, data, 
 
     try:
         outputs = first.run(cell, when=some_steps(config), do=hold_and_interrupt)
-        assert outputs[-1]["ename"] == "KeyboardInterrupt" and "goes on in the background" in text_of(outputs) and "python -m eyas job stop train -p run_name job" in text_of(outputs)
+        assert (
+            outputs[-1]["ename"] == "KeyboardInterrupt"
+            and "goes on in the background" in text_of(outputs)
+            and "python -m eyas job stop train -p run_name job" in text_of(outputs)
+        )
         (job,) = jobs.list_jobs("job")
         process = job.process()
         assert job.state == "running" and "steps" in job.where() and "running" in jobs.table([job])
@@ -365,16 +461,25 @@ def test_a_job_outlives_interrupt_and_kernel_and_is_found_again(to_train, data, 
     finally:
         first.close()
     assert process.is_running()
-    with pytest.raises(EyasError, match="train of run 'job' is going on with other settings: epochs 16.0, here 31.0.*python -m eyas job stop train -p run_name job"):
+    with pytest.raises(
+        EyasError,
+        match="train of run 'job' is going on with other settings: epochs 16.0, here 31.0.*python -m eyas job stop train -p run_name job",
+    ):
         jobs.start(Config.create(**values | {"epochs": 31.0}), "train")
     second = Kernel(NOTEBOOKS)
     try:
-        outputs = second.run(cell, when=lambda outputs: "going on already" in text_of(outputs), do=process.resume)
+        outputs = second.run(
+            cell, when=lambda outputs: "going on already" in text_of(outputs), do=process.resume
+        )
     finally:
         process.resume()
         second.close()
     assert outputs[-1]["output_type"] != "error", outputs[-1]
-    assert "going on already" in text_of(outputs) and f"(process {process.pid}" in text_of(outputs) and "optimiser steps" in text_of(outputs)
+    assert (
+        "going on already" in text_of(outputs)
+        and f"(process {process.pid}" in text_of(outputs)
+        and "optimiser steps" in text_of(outputs)
+    )
     (bar,) = bars_of(outputs)
     assert "100 %" in bar["text/plain"] and 'value="100.0"' in bar["text/html"]
     assert job.state == "done" and job.end()["code"] == 0 and same(weights(config), undisturbed)
@@ -388,21 +493,35 @@ def test_a_stopped_job_goes_on_where_it_was(to_train, data, capsys):
         assert job.process() is not None, job.log.read_text()
         time.sleep(0.05)
     (stopped,) = jobs.stop_all(config)
-    assert stopped == job and job.state == "stopped" and job.process() is None and not jobs.stop(job) and jobs.stop_all(config) == []
+    assert (
+        stopped == job
+        and job.state == "stopped"
+        and job.process() is None
+        and not jobs.stop(job)
+        and jobs.stop_all(config) == []
+    )
     with pytest.raises(EyasError, match="train of run 'job' was stopped; next: the same again"):
         jobs.follow(job)
     assert jobs.follow(jobs.start(config, "train")).state == "done"
-    assert "goes on after optimiser step" in capsys.readouterr().out and same(weights(config), undisturbed)
+    assert "goes on after optimiser step" in capsys.readouterr().out and same(
+        weights(config), undisturbed
+    )
 
 
 def test_a_job_that_fails_or_is_killed_says_so(data, target, capsys):
     config = Config.create(**tiny_settings(target))
-    with pytest.raises(EyasError, match="^no store at 'store' of run 'tiny'; expected .*; next: python -m eyas extract$"):  # the job's own words
+    with pytest.raises(
+        EyasError,
+        match="^no store at 'store' of run 'tiny'; expected .*; next: python -m eyas extract$",
+    ):  # the job's own words
         jobs.follow(jobs.start(config, "train"))
     (job,) = jobs.list_jobs()
     assert job.state == "failed" and "no store" in job.log.read_text()
     (job.folder / "end.json").unlink()  # as after a kill
-    with pytest.raises(EyasError, match="(?s)train of run 'tiny' was killed; the end of its log:.*no store.*next: the same again"):
+    with pytest.raises(
+        EyasError,
+        match="(?s)train of run 'tiny' was killed; the end of its log:.*no store.*next: the same again",
+    ):
         jobs.follow(job)
     with pytest.raises(EyasError, match="no background job 'decode'"):
         jobs.start(config, "decode")
@@ -427,24 +546,36 @@ def test_an_extraction_as_a_job_ends_with_the_same_store(data, target, capture, 
 
 def test_the_saved_page_has_the_last_state_of_a_bar(lab):
     kernel, _ = lab
-    outputs = kernel.run("from eyas.progress import Progress\nwith Progress(3) as progress:\n    for _ in range(3):\n        progress.update(samples=1, tok=1000)")
+    outputs = kernel.run(
+        "from eyas.progress import Progress\nwith Progress(3) as progress:\n    for _ in range(3):\n        progress.update(samples=1, tok=1000)"
+    )
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1", outputs=outputs)])
     html = notebook_page(notebook, "t", "", "")
-    assert html.count("<progress") == 1 and 'value="100.0"' in html and html.count("3/3 samples, 100 %") == 1 and "<script" not in html
+    assert (
+        html.count("<progress") == 1
+        and 'value="100.0"' in html
+        and html.count("3/3 samples, 100 %") == 1
+        and "<script" not in html
+    )
 
 
 def test_a_study_is_read_as_it_was_written(data):
     import pandas as pd
 
     config = Config.create(run_name="study")
-    frames = {name: pd.DataFrame({"name": ["1 2", "2"], "value": [0.5, None]}) for name in layers.TABLES}
+    frames = {
+        name: pd.DataFrame({"name": ["1 2", "2"], "value": [0.5, None]}) for name in layers.TABLES
+    }
     frames["forward"]["boundaries"] = [(1, 2), (2,)]
     study = layers.Study(**frames, guided=0.5, record={"guided": 0.5, "sentence": "s"})
     with pytest.raises(EyasError, match="has no study of layers.*python -m eyas sweep"):
         layers.load_study(config)
     layers.save_study(config, study)
     found = layers.load_study(config)
-    assert found.record == study.record == read_json(config.sweep_dir / "study.json") and found.guided == 0.5
+    assert (
+        found.record == study.record == read_json(config.sweep_dir / "study.json")
+        and found.guided == 0.5
+    )
     for name in layers.TABLES:
         pd.testing.assert_frame_equal(getattr(found, name), getattr(study, name))
     assert list(found.forward["boundaries"]) == [(1, 2), (2,)]

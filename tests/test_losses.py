@@ -42,7 +42,12 @@ def slope(name: str, z: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     alpha = torch.minimum(p, log_q.exp()).sum()
     lam = torch.exp(-3 * alpha.detach())
     p_d = p / p.sum()
-    losses = {"kl": -(p * log_q).sum(), "tv": 1 - alpha, "lk_alpha": -alpha.log(), "lk_lambda": lam * -(p_d * log_q).sum() + (1 - lam) * (1 - alpha)}
+    losses = {
+        "kl": -(p * log_q).sum(),
+        "tv": 1 - alpha,
+        "lk_alpha": -alpha.log(),
+        "lk_lambda": lam * -(p_d * log_q).sum() + (1 - lam) * (1 - alpha),
+    }
     return torch.autograd.grad(losses[name], z)[0]
 
 
@@ -50,7 +55,9 @@ def seen(n: int, sharpness: float, seed: int = 0) -> tuple[torch.Tensor, torch.T
     """Logits of a drafter [n, D] and the target's probabilities over its whole vocabulary, those of the D tokens [n, D]."""
     g = torch.Generator().manual_seed(seed)
     z = torch.randn(n, D, generator=g, dtype=torch.float64) * sharpness
-    p = (torch.randn(n, D + OUTSIDE, generator=g, dtype=torch.float64) * sharpness).softmax(-1)[:, :D]
+    p = (torch.randn(n, D + OUTSIDE, generator=g, dtype=torch.float64) * sharpness).softmax(-1)[
+        :, :D
+    ]
     return z, p.where(p >= TINY, 0)
 
 
@@ -63,7 +70,12 @@ def cases() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         "soft": (z, p),
         "sharp": seen(20, 8.0),
         "whole": (z, p / p.sum(-1, keepdim=True)),
-        "zeros": (z, p.where(torch.rand(p.shape, generator=torch.Generator().manual_seed(1)) < 0.4, 0).index_fill(1, torch.tensor([5]), 0.03)),
+        "zeros": (
+            z,
+            p.where(
+                torch.rand(p.shape, generator=torch.Generator().manual_seed(1)) < 0.4, 0
+            ).index_fill(1, torch.tensor([5]), 0.03),
+        ),
         "outside": (z, p * 1e-6),
         "one-hot": (z[:D], ONE_HOT),
         "unlikely": (unlikely, ONE_HOT),
@@ -82,7 +94,9 @@ def test_against_the_definition(name, case):
     assert losses.shape == (len(z),) and gradient.shape == z.shape
     tolerance = 1e-9 if case != "shifted" else 1e-8  # logits of 1e4 have lost 1e-12 each
     for i in range(len(z)):
-        assert float(losses[i]) == pytest.approx(value(name, z[i].tolist(), p[i].tolist()), rel=0, abs=tolerance)
+        assert float(losses[i]) == pytest.approx(
+            value(name, z[i].tolist(), p[i].tolist()), rel=0, abs=tolerance
+        )
         torch.testing.assert_close(gradient[i], slope(name, z[i], p[i]), rtol=0, atol=tolerance)
 
 
@@ -97,16 +111,25 @@ def test_where_p_and_q_are_equal(name):
     alpha = torch.minimum(p, leaf.log_softmax(-1).exp()).sum(-1)
     lam, p_d = torch.exp(-3 * alpha.detach()), p / p.sum(-1, keepdim=True)
     cross = -(p_d * leaf.log_softmax(-1)).sum(-1)
-    expected = {"kl": cross, "tv": -alpha, "lk_alpha": -alpha.log(), "lk_lambda": lam * cross - (1 - lam) * alpha}[name]
+    expected = {
+        "kl": cross,
+        "tv": -alpha,
+        "lk_alpha": -alpha.log(),
+        "lk_lambda": lam * cross - (1 - lam) * alpha,
+    }[name]
     _, gradient = LOSSES[name].rows(z.clone(), p if LOSSES[name].whole_vocab else p_d)
-    torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), leaf)[0], rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        gradient, torch.autograd.grad(expected.sum(), leaf)[0], rtol=0, atol=1e-9
+    )
 
 
 @each_loss
 def test_real_size(name):
     """float32 as in training, against float64; p is left alone, the gradient takes the logits' place, and nothing in it is slow to compute with."""
     g = torch.Generator().manual_seed(0)
-    z = torch.randn(40, 8192, generator=g) * 12  # the least likely tokens have probabilities below float32's normal numbers
+    z = (
+        torch.randn(40, 8192, generator=g) * 12
+    )  # the least likely tokens have probabilities below float32's normal numbers
     p = (z / 2 + torch.randn(40, 8192, generator=g) * 4).softmax(-1)
     p = p.where(p >= TINY, 0)
     before, place = p.clone(), z.data_ptr()
@@ -131,14 +154,20 @@ def test_nothing_accepted(dtype):
     for name in ("lk_alpha", "lk_lambda", "kl"):
         losses, gradient = LOSSES[name].rows(z.clone(), p)
         torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-4)
-        wanted = [-math.log(LEAST)] * 2 if name == "lk_alpha" else [200 + math.log(D - 1), 1e4 + math.log(D - 1)]
+        wanted = (
+            [-math.log(LEAST)] * 2
+            if name == "lk_alpha"
+            else [200 + math.log(D - 1), 1e4 + math.log(D - 1)]
+        )
         assert losses.tolist() == pytest.approx(wanted, rel=1e-5)
     losses, gradient = LOSSES["tv"].rows(z.clone(), p)
     assert losses.tolist() == [1, 1] and not gradient.any()  # why the two others exist
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
-@pytest.mark.parametrize("name, held", (("tv", 1.0), ("lk_alpha", -math.log(LEAST)), ("lk_lambda", 1.0)))
+@pytest.mark.parametrize(
+    "name, held", (("tv", 1.0), ("lk_alpha", -math.log(LEAST)), ("lk_lambda", 1.0))
+)
 def test_nothing_to_accept(name, held, dtype):
     losses, gradient = LOSSES[name].rows(seen(3, 2.0)[0].to(dtype), torch.zeros(3, D, dtype=dtype))
     assert losses.tolist() == pytest.approx([held] * 3) and not gradient.any()
@@ -169,10 +198,18 @@ def test_a_step_against_the_gradient_makes_it_less(name):
 
 
 def test_names():
-    assert {name: loss.whole_vocab for name, loss in LOSSES.items()} == {"kl": False, "tv": True, "lk_alpha": True, "lk_lambda": True}
+    assert {name: loss.whole_vocab for name, loss in LOSSES.items()} == {
+        "kl": False,
+        "tv": True,
+        "lk_alpha": True,
+        "lk_lambda": True,
+    }
     for name in LOSSES:
         assert get_loss(name) is LOSSES[name] and get_loss(name).name == name
-    with pytest.raises(EyasError, match="no loss 'lk'; expected one of kl, tv, lk_alpha, lk_lambda; next: python -m eyas"):
+    with pytest.raises(
+        EyasError,
+        match="no loss 'lk'; expected one of kl, tv, lk_alpha, lk_lambda; next: python -m eyas",
+    ):
         get_loss("lk")
 
 
@@ -185,7 +222,10 @@ def test_speculators_has_the_same(tmp_path):
     g = torch.Generator().manual_seed(4)
     z, t = (torch.randn(30, D, generator=g) * 2 for _ in range(2))
     torch.save((z, t), tmp_path / "in.pt")
-    found = peer("EYAS_PEER_SPECULATORS", "speculators==0.9.0", """
+    found = peer(
+        "EYAS_PEER_SPECULATORS",
+        "speculators==0.9.0",
+        """
 from speculators.losses.eager import kl_div_loss, lk_hybrid_loss, neg_log_acceptance_loss, tv_loss
 z, t = torch.load(sys.argv[2])
 found = {}
@@ -193,7 +233,10 @@ for name, function in (("kl", kl_div_loss), ("tv", tv_loss), ("lk_alpha", neg_lo
     leaf = z[None].clone().requires_grad_()
     losses = function(leaf, t[None])
     found[name] = losses.detach()[0], torch.autograd.grad(losses.sum(), leaf)[0][0]
-""", str(tmp_path / "found.pt"), str(tmp_path / "in.pt"))  # fmt: skip
+""",
+        str(tmp_path / "found.pt"),
+        str(tmp_path / "in.pt"),
+    )
     p = t.double().softmax(-1)
     assert set(found) == set(LOSSES)
     for name, (losses, gradient) in found.items():
@@ -208,7 +251,10 @@ def test_specforge_has_the_same(tmp_path):
     """A batch of one position each, so that the mean acceptance is that of the row; p over the whole vocabulary in the acceptance, over D in KL."""
     z, p = (t.float() for t in seen(30, 2.0, seed=5))
     torch.save((z, p, ETA), tmp_path / "in.pt")
-    found = peer("EYAS_PEER_SPECFORGE", "-r requirements/cpu.txt --no-deps && PEER/bin/pip install --no-deps specforge==0.2.0", """
+    found = peer(
+        "EYAS_PEER_SPECFORGE",
+        "-r requirements/cpu.txt --no-deps && PEER/bin/pip install --no-deps specforge==0.2.0",
+        """
 from specforge.core.lk_loss import compute_acceptance_rate, compute_lk_loss
 z, p, eta = torch.load(sys.argv[2])
 found = {}
@@ -222,7 +268,10 @@ for name in ("tv", "lk_alpha", "lk_lambda"):
             kl_loss=kl, acceptance_rate=rate, log_acceptance_rate=log_rate, lk_loss_type=name[3:], kl_scale=1.0, kl_decay=eta)
         rows.append((loss.detach(), torch.autograd.grad(loss, leaf)[0][0, 0]))
     found[name] = [torch.stack(column) for column in zip(*rows)]
-""", str(tmp_path / "found.pt"), str(tmp_path / "in.pt"))  # fmt: skip
+""",
+        str(tmp_path / "found.pt"),
+        str(tmp_path / "in.pt"),
+    )
     assert len(found) == 3
     for name, (losses, gradient) in found.items():
         ours = LOSSES[name].rows(z.double(), p.double())

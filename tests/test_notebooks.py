@@ -15,8 +15,18 @@ from eyas.report import reuse
 
 pytestmark = [pytest.mark.notebooks, pytest.mark.server]
 
-FIGURES = {"01_server_setup": 0, "02_extraction": 1, "03_shard_inspection": 9, "04_training": 5, "05_acceptance": 10}
-PROGRESS_LINES = {"02_extraction": 3, "04_training": 1, "05_acceptance": 4}  # extraction, verification and parity; training; decoding in float32 and in bfloat16, other settings in bfloat16, the server
+FIGURES = {
+    "01_server_setup": 0,
+    "02_extraction": 1,
+    "03_shard_inspection": 9,
+    "04_training": 5,
+    "05_acceptance": 10,
+}
+PROGRESS_LINES = {
+    "02_extraction": 3,
+    "04_training": 1,
+    "05_acceptance": 4,
+}  # extraction, verification and parity; training; decoding in float32 and in bfloat16, other settings in bfloat16, the server
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +36,28 @@ def smoke(embedded, tmp_path_factory):
     data = folder / "data"
     data.mkdir()
     (data / "targets").symlink_to(embedded.folder.parent)  # converted already
-    environment = os.environ | {"EYAS_DATA": str(data), "PYTHONPATH": str(ROOT / "lib"), "MPLBACKEND": "Agg"}  # which would give no figures, and no error
-    ended = subprocess.run([sys.executable, "-m", "eyas", "report", "--profile", "smoke", "--out", str(folder / "reports")], env=environment,
-                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1200)
+    environment = os.environ | {
+        "EYAS_DATA": str(data),
+        "PYTHONPATH": str(ROOT / "lib"),
+        "MPLBACKEND": "Agg",
+    }  # which would give no figures, and no error
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "eyas",
+            "report",
+            "--profile",
+            "smoke",
+            "--out",
+            str(folder / "reports"),
+        ],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1200,
+    )
     run = read_json(folder / "reports" / "smoke" / "run.json")
     assert ended.returncode == 0, ended.stdout + str([n["exception"] for n in run["notebooks"]])
     pages = {name: (folder / "reports" / "smoke" / f"{name}.html").read_text() for name in FIGURES}
@@ -38,7 +67,9 @@ def smoke(embedded, tmp_path_factory):
 def test_run_json(smoke):
     run, _, _, _ = smoke
     assert (run["state"], run["return_code"], run["run_name"]) == ("ok", 0, "smoke")
-    assert [(n["name"], n["state"], n["return_code"]) for n in run["notebooks"]] == [(name, "ok", 0) for name in FIGURES]
+    assert [(n["name"], n["state"], n["return_code"]) for n in run["notebooks"]] == [
+        (name, "ok", 0) for name in FIGURES
+    ]
     assert run["notebooks"][1]["parameters"]["train_samples"] == Config.load("smoke").train_samples
     assert "missing" not in run["versions"].values()
 
@@ -48,18 +79,26 @@ def test_figures_are_there_and_described(smoke):
         images = re.findall(r"<img[^>]*>", page)
         assert len(images) == FIGURES[name], name
         for image in images:
-            assert 'src="data:image/svg+xml;base64,' in image and len(re.search(r'alt="([^"]*)"', image).group(1)) > 30
+            assert (
+                'src="data:image/svg+xml;base64,' in image
+                and len(re.search(r'alt="([^"]*)"', image).group(1)) > 30
+            )
 
 
 def test_progress_is_one_line_each(smoke):
     for name, count in PROGRESS_LINES.items():
-        assert len(re.findall(r"\d+/\d+ (?:samples|prompts|steps)[^,<]*, \d+ %", smoke[2][name])) == count, name
+        assert (
+            len(re.findall(r"\d+/\d+ (?:samples|prompts|steps)[^,<]*, \d+ %", smoke[2][name]))
+            == count
+        ), name
 
 
 def test_pages_stand_alone(smoke):
     _, index, pages, data = smoke
     for html in (index, *pages.values()):
-        assert not re.findall(r"<(?:link|iframe)|(?:src|href)\s*=\s*[\"']?(?:https?:)?//|@import", html, re.I)
+        assert not re.findall(
+            r"<(?:link|iframe)|(?:src|href)\s*=\s*[\"']?(?:https?:)?//|@import", html, re.I
+        )
         for word in (str(ROOT), str(data), "Traceback (most", "Warning:"):
             assert word not in html, html[max(0, html.index(word) - 300) : html.index(word) + 200]
         assert len(html) < 2_000_000
@@ -72,19 +111,30 @@ def test_headline(smoke):
     headline = run["headline"]
     assert headline["acceptance_length"]["value"] == acceptance["acceptance_length"]["value"] >= 1.0
     assert headline["offline_estimate"]["value"] == walked["acceptance_length"]["value"]
-    assert headline["speed_ratio"]["low"] <= headline["speed_ratio"]["value"] <= headline["speed_ratio"]["high"]
+    assert (
+        headline["speed_ratio"]["low"]
+        <= headline["speed_ratio"]["value"]
+        <= headline["speed_ratio"]["high"]
+    )
     assert headline["identical_float32"] is True
     assert "output identical to greedy (float32): yes" in index
     for block in ("acceptance_length", "offline_estimate", "speed_ratio"):
         assert f"<b>{headline[block]['value']:.2f}</b>" in index
     answer = re.search(r'<p class="answer">([^<]+)</p>', index).group(1)
-    assert answer in pages["05_acceptance"].replace("&#39;", "'") or answer.replace("&#x27;", "'") in pages["05_acceptance"].replace("&#39;", "'")
+    assert answer in pages["05_acceptance"].replace("&#39;", "'") or answer.replace(
+        "&#x27;", "'"
+    ) in pages["05_acceptance"].replace("&#39;", "'")
 
 
 def test_no_server_is_left(smoke):
     data = smoke[3]
     assert not (data / "runs" / "smoke" / "server" / "server.json").exists()
-    assert not [p.pid for p in psutil.process_iter(["cmdline"]) if "sglang" in " ".join(p.info["cmdline"] or []) and str(data) in " ".join(p.info["cmdline"] or [])]
+    assert not [
+        p.pid
+        for p in psutil.process_iter(["cmdline"])
+        if "sglang" in " ".join(p.info["cmdline"] or [])
+        and str(data) in " ".join(p.info["cmdline"] or [])
+    ]
 
 
 def environment(data) -> dict[str, str]:
@@ -95,14 +145,24 @@ def test_a_second_report_reuses_everything(smoke):
     """No kernel, no server: the pages are made anew from what is there, elsewhere too."""
     run, _, pages, data = smoke
     out = data.parent / "other-reports"
-    ended = subprocess.run([sys.executable, "-m", "eyas", "report", "--profile", "smoke", "--out", str(out)], env=environment(data), capture_output=True, text=True, timeout=600)
+    ended = subprocess.run(
+        [sys.executable, "-m", "eyas", "report", "--profile", "smoke", "--out", str(out)],
+        env=environment(data),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert [line.split(",")[0] for line in ended.stdout.splitlines()[:-1]] == [f"{name}: up to date" for name in FIGURES]
+    assert [line.split(",")[0] for line in ended.stdout.splitlines()[:-1]] == [
+        f"{name}: up to date" for name in FIGURES
+    ]
     again = read_json(out / "smoke" / "run.json")
     assert (again["state"], again["headline"]) == ("ok", run["headline"])
     for before, now in zip(run["notebooks"], again["notebooks"], strict=True):
         assert now == before | {"reused": True, "earlier": True}
-        assert re.findall(r"<img[^>]*>", (out / "smoke" / before["page"]).read_text()) == re.findall(r"<img[^>]*>", pages[before["name"]])
+        assert re.findall(
+            r"<img[^>]*>", (out / "smoke" / before["page"]).read_text()
+        ) == re.findall(r"<img[^>]*>", pages[before["name"]])
 
 
 def test_plain_papermill_says_the_same(smoke, tmp_path, monkeypatch):
@@ -111,15 +171,31 @@ def test_plain_papermill_says_the_same(smoke, tmp_path, monkeypatch):
     (data / "runs" / "smoke").mkdir(parents=True)
     (data / "targets").symlink_to(here / "targets")
     (data / "runs" / "smoke" / "store").symlink_to(here / "runs" / "smoke" / "store")
-    command = [sys.executable, "-m", "papermill", str(ROOT / "notebooks" / "04_training.ipynb"), "out.ipynb", "-f", str(ROOT / "notebooks" / "profiles" / "smoke.yaml")]
-    ended = subprocess.run(command, env=environment(data), cwd=tmp_path, capture_output=True, text=True, timeout=1200)
+    command = [
+        sys.executable,
+        "-m",
+        "papermill",
+        str(ROOT / "notebooks" / "04_training.ipynb"),
+        "out.ipynb",
+        "-f",
+        str(ROOT / "notebooks" / "profiles" / "smoke.yaml"),
+    ]
+    ended = subprocess.run(
+        command, env=environment(data), cwd=tmp_path, capture_output=True, text=True, timeout=1200
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
     drafters = []
     for folder in (here, data):
         monkeypatch.setenv("EYAS_DATA", str(folder))
         drafters.append(reuse.content("drafter", Config.load("smoke")))
     assert drafters[0] == drafters[1] != reuse.ABSENT
-    executed, alone = (said(nbformat.read(path, as_version=4)) for path in (here / "runs" / "smoke" / "notebooks" / "04_training.ipynb", tmp_path / "out.ipynb"))
+    executed, alone = (
+        said(nbformat.read(path, as_version=4))
+        for path in (
+            here / "runs" / "smoke" / "notebooks" / "04_training.ipynb",
+            tmp_path / "out.ipynb",
+        )
+    )
     assert len(executed) == len(alone) > 5
     for ours, theirs in zip(executed, alone):
         assert ours == theirs
@@ -129,8 +205,21 @@ def said(notebook) -> list[tuple[str, list[str]]]:
     """(code, what it put out) of each code cell of the notebook's own, without what no two runs have in common: times, rates, ids inside figures."""
     found = []
     for cell in notebook.cells:
-        if cell.cell_type == "code" and not {"injected-parameters", "eyas-end"} & set(cell.metadata.get("tags", [])):
-            texts = [text for out in cell.outputs for text in (out.get("text"), *(out.get("data", {}).get(kind) for kind in ("text/plain", "text/html", "image/svg+xml"))) if text]
+        if cell.cell_type == "code" and not {"injected-parameters", "eyas-end"} & set(
+            cell.metadata.get("tags", [])
+        ):
+            texts = [
+                text
+                for out in cell.outputs
+                for text in (
+                    out.get("text"),
+                    *(
+                        out.get("data", {}).get(kind)
+                        for kind in ("text/plain", "text/html", "image/svg+xml")
+                    ),
+                )
+                if text
+            ]
             found.append((cell.source, [re.sub(MEASURED, "~", text) for text in texts]))
     return found
 

@@ -25,27 +25,42 @@ D = 40
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    return load_target(str(make_tiny_target(tmp_path_factory.mktemp("targets") / "tiny", n_blocks=N_BLOCKS)))
+    return load_target(
+        str(make_tiny_target(tmp_path_factory.mktemp("targets") / "tiny", n_blocks=N_BLOCKS))
+    )
 
 
 def their_drafter(target, seed: int = 4, **parts) -> Drafter:
     """A random drafter of a draft vocabulary and an MLP that no training of ours would choose."""
     torch.manual_seed(seed)
     ids = torch.arange(0, 2 * D, 2)
-    shape = dataclasses.asdict(DrafterConfig.from_target(target, (2, 3), D)) | {"intermediate_size": 96, "boundaries": (2, 3)}
+    shape = dataclasses.asdict(DrafterConfig.from_target(target, (2, 3), D)) | {
+        "intermediate_size": 96,
+        "boundaries": (2, 3),
+    }
     config = ImportedConfig(**shape, **parts) if parts else DrafterConfig(**shape)
     drafter = Drafter(config, DraftVocab(ids, target.vocab_size))
     for name, weight in drafter.named_parameters():
-        weight.data.uniform_(0.5, 1.5) if "norm" in name else weight.data.normal_(std=weight.shape[-1] ** -0.5)
+        weight.data.uniform_(0.5, 1.5) if "norm" in name else weight.data.normal_(
+            std=weight.shape[-1] ** -0.5
+        )
     drafter.embed_tokens.weight.data.copy_(target.embedding().float())
     return drafter.eval()
 
 
 def options(target, run_name: str, **settings) -> list[str]:
     values = {
-        "run_name": run_name, "target": str(target.folder), "boundaries": "2,3", "threads": "1", "draft_vocab_size": str(D), "norm_output": "false",
-        "batch_tok": "64", "epochs": "1.0", "without_parity": "true", **settings,
-    }  # fmt: skip
+        "run_name": run_name,
+        "target": str(target.folder),
+        "boundaries": "2,3",
+        "threads": "1",
+        "draft_vocab_size": str(D),
+        "norm_output": "false",
+        "batch_tok": "64",
+        "epochs": "1.0",
+        "without_parity": "true",
+        **settings,
+    }
     return [word for name, value in values.items() for word in ("-p", name, str(value))]
 
 
@@ -55,7 +70,21 @@ def imported(data, target, tmp_path):
     config = Config.create(run_name="x", target=str(target.folder), boundaries=(2, 3))
     write_store(config.store_dir, target)
     folder = export_sglang(their_drafter(target), target, tmp_path / "theirs")
-    assert main(["import-drafter", str(folder), "-p", "run_name", "x", "-p", "target", str(target.folder)]) == 0
+    assert (
+        main(
+            [
+                "import-drafter",
+                str(folder),
+                "-p",
+                "run_name",
+                "x",
+                "-p",
+                "target",
+                str(target.folder),
+            ]
+        )
+        == 0
+    )
     return config
 
 
@@ -73,7 +102,11 @@ def test_training_does_not_replace_an_imported_drafter(imported, target, capsys)
     for start in ("target", "random"):
         assert main(["train", *options(target, "x", initial_weights=start)]) == 2
         said = capsys.readouterr().err
-        assert "was imported from 'theirs'" in said and "-p initial_weights drafter" in said and "import-drafter FOLDER -p run_name ANOTHER" in said
+        assert (
+            "was imported from 'theirs'" in said
+            and "-p initial_weights drafter" in said
+            and "import-drafter FOLDER -p run_name ANOTHER" in said
+        )
     assert path.read_bytes() == before and not (imported.drafter_dir / "checkpoints").exists()
 
 
@@ -83,22 +116,37 @@ def test_training_continues_an_imported_drafter_and_keeps_it(imported, target, c
     theirs = weights_of(imported.drafter_dir / "drafter.safetensors")
     command = ["train", *options(target, "x", initial_weights="drafter", learning_rate="1e-12")]
     assert main(command) == 0
-    assert "continues the drafter of run 'x', imported from 'theirs', which is kept as imported.safetensors" in capsys.readouterr().out
+    assert (
+        "continues the drafter of run 'x', imported from 'theirs', which is kept as imported.safetensors"
+        in capsys.readouterr().out
+    )
     kept = imported.drafter_dir / "imported.safetensors"
     assert kept.read_bytes() == before
     trained, record = load_drafter(imported.drafter_dir, target), read_record(imported.drafter_dir)
-    assert trained.config.intermediate_size == 96 and trained.vocab.ids.tolist() == list(range(0, 2 * D, 2))
+    assert trained.config.intermediate_size == 96 and trained.vocab.ids.tolist() == list(
+        range(0, 2 * D, 2)
+    )
     ours = weights_of(imported.drafter_dir / "drafter.safetensors")
     assert ours.keys() == theirs.keys() and not equal(ours, theirs)
     for name, weight in theirs.items():  # a step of a learning rate that is nearly nothing
         torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-9)
     said = record["continued_from"]
-    assert said["run_name"] == "x" and said["kept_as"] == "imported.safetensors" and said["record"]["imported"]["folder"] == "theirs"
+    assert (
+        said["run_name"] == "x"
+        and said["kept_as"] == "imported.safetensors"
+        and said["record"]["imported"]["folder"] == "theirs"
+    )
     assert said["sha256"] == sha256_file(kept) and "imported" not in record
     for other in (command, ["train", *options(target, "x")]):
         main(other)
-        assert equal(weights_of(imported.drafter_dir / "drafter.safetensors"), ours) and kept.read_bytes() == before
-    assert "of another drafter shape: intermediate_size 96" in (said := capsys.readouterr().err) and "and with it the imported drafter" in said
+        assert (
+            equal(weights_of(imported.drafter_dir / "drafter.safetensors"), ours)
+            and kept.read_bytes() == before
+        )
+    assert (
+        "of another drafter shape: intermediate_size 96" in (said := capsys.readouterr().err)
+        and "and with it the imported drafter" in said
+    )
 
 
 def test_a_continued_training_learns(imported, target, capsys):
@@ -106,7 +154,12 @@ def test_a_continued_training_learns(imported, target, capsys):
     assert main(["train", *options(target, "x", initial_weights="drafter", epochs="8.0")]) == 0
     import pandas as pd
 
-    loss = pd.read_parquet(imported.drafter_dir / "metrics.parquet").query("split == 'train'").groupby("step")["loss"].mean()
+    loss = (
+        pd.read_parquet(imported.drafter_dir / "metrics.parquet")
+        .query("split == 'train'")
+        .groupby("step")["loss"]
+        .mean()
+    )
     assert loss.iloc[-3:].mean() < 0.9 * loss.iloc[:3].mean()
 
 
@@ -114,19 +167,32 @@ def test_training_continues_the_drafter_of_another_run_which_stays(imported, tar
     mine = dataclasses.replace(imported, run_name="mine")
     write_store(mine.store_dir, target)
     before = (imported.drafter_dir / "drafter.safetensors").read_bytes()
-    assert main(["train", *options(target, "mine", initial_weights="drafter", drafter_run="x")]) == 0
+    assert (
+        main(["train", *options(target, "mine", initial_weights="drafter", drafter_run="x")]) == 0
+    )
     assert (imported.drafter_dir / "drafter.safetensors").read_bytes() == before
     said = read_record(mine.drafter_dir)["continued_from"]
-    assert said["run_name"] == "x" and said["sha256"] == sha256_file(imported.drafter_dir / "drafter.safetensors")
+    assert said["run_name"] == "x" and said["sha256"] == sha256_file(
+        imported.drafter_dir / "drafter.safetensors"
+    )
     assert not (mine.drafter_dir / "imported.safetensors").exists()
 
 
-@pytest.mark.parametrize("setting, value, text", [
-    ("boundaries", "3", "boundaries 2,3, not 3"), ("draft_vocab_size", "41", "draft_vocab_size 40, not 41"), ("fc_norm", "true", "fc_norm False, not True"),
-    ("norm_output", "true", "norm_output False, not True"),
-])  # fmt: skip
-def test_settings_that_the_continued_drafter_decides_are_refused_by_name(imported, target, capsys, setting, value, text):
-    assert main(["train", *options(target, "x", initial_weights="drafter", **{setting: value})]) == 2
+@pytest.mark.parametrize(
+    "setting, value, text",
+    [
+        ("boundaries", "3", "boundaries 2,3, not 3"),
+        ("draft_vocab_size", "41", "draft_vocab_size 40, not 41"),
+        ("fc_norm", "true", "fc_norm False, not True"),
+        ("norm_output", "true", "norm_output False, not True"),
+    ],
+)
+def test_settings_that_the_continued_drafter_decides_are_refused_by_name(
+    imported, target, capsys, setting, value, text
+):
+    assert (
+        main(["train", *options(target, "x", initial_weights="drafter", **{setting: value})]) == 2
+    )
     said = capsys.readouterr().err
     assert text in said and f"-p {setting} {text.split()[1].rstrip(',')}" in said
     assert not (imported.drafter_dir / "imported.safetensors").exists()
@@ -137,9 +203,14 @@ def test_what_cannot_be_continued_is_refused_by_name(data, target, tmp_path, cap
     write_store(config.store_dir, target)
     command = ["train", *options(target, "odd", initial_weights="drafter")]
     assert main(command) == 2 and "run 'odd' has no imported drafter" in capsys.readouterr().err
-    theirs = export_speculators(their_drafter(target, norm_before_residual=True), target, tmp_path / "residual", 3)
+    theirs = export_speculators(
+        their_drafter(target, norm_before_residual=True), target, tmp_path / "residual", 3
+    )
     import_drafter(theirs, target, config.drafter_dir)
-    assert main(command) == 2 and "norm_before_residual, which training does not compute" in capsys.readouterr().err
+    assert (
+        main(command) == 2
+        and "norm_before_residual, which training does not compute" in capsys.readouterr().err
+    )
 
 
 def test_a_finished_drafter_is_not_replaced_by_one_of_other_settings(data, target, capsys):
@@ -152,7 +223,9 @@ def test_a_finished_drafter_is_not_replaced_by_one_of_other_settings(data, targe
     for checkpoint in (config.drafter_dir / "checkpoints").iterdir():
         checkpoint.unlink()
     assert main(["train", *options(target, "x", learning_rate="1e-4")]) == 2
-    assert "learning_rate 0.002, now 0.0001" in capsys.readouterr().err and path.read_bytes() == before
+    assert (
+        "learning_rate 0.002, now 0.0001" in capsys.readouterr().err and path.read_bytes() == before
+    )
     assert main(["train", *options(target, "x")]) == 0
     assert "this very training" in capsys.readouterr().out and path.read_bytes() == before
 
@@ -164,7 +237,10 @@ def test_the_export_of_another_drafter_is_kept(data, target, capsys):
     run = ["-p", "run_name", "x", "-p", "target", str(target.folder)]
     assert main(["train", *options(target, "x")]) == 0
     for engine, folder in (("sglang", config.export_dir), ("vllm", config.export_dir / "vllm")):
-        assert main(["export", "--to", engine, *run]) == 0 and main(["export", "--to", engine, *run]) == 0
+        assert (
+            main(["export", "--to", engine, *run]) == 0
+            and main(["export", "--to", engine, *run]) == 0
+        )
         assert not (folder / "earlier-1").exists(), "the same drafter again"
     before = weights_of(config.export_dir / "model.safetensors")
     assert main(["data", "rm", "x", "--part", "drafter", "--yes"]) == 0
@@ -173,7 +249,9 @@ def test_the_export_of_another_drafter_is_kept(data, target, capsys):
     for engine, folder in (("sglang", config.export_dir), ("vllm", config.export_dir / "vllm")):
         assert main(["export", "--to", engine, *run]) == 0
         assert "was of another drafter; kept in runs/x/export/" in capsys.readouterr().out
-        assert (folder / "earlier-1" / "config.json").is_file() and (folder / "earlier-1" / "model.safetensors").is_file()
+        assert (folder / "earlier-1" / "config.json").is_file() and (
+            folder / "earlier-1" / "model.safetensors"
+        ).is_file()
     assert equal(weights_of(config.export_dir / "earlier-1" / "model.safetensors"), before)
     assert not equal(weights_of(config.export_dir / "model.safetensors"), before)
 
@@ -183,20 +261,63 @@ def test_results_of_other_settings_or_another_drafter_are_kept(data, target, cap
     write_store(config.store_dir, target)
     assert main(["train", *options(target, "x")]) == 0
     questions = data / "questions.jsonl"
-    questions.write_text("".join(json.dumps({"id": f"q{i}", "category": "chat", "topic": "", "split": "heldout", "messages": [{"role": "user", "content": "Hi " * i}]}) + "\n" for i in (1, 2, 3)))
-    few = {"eval_set": str(questions), "decode_new_tok": "8", "decode_prompts": "2", "baseline_prompts": "1", "check_bf16_prompts": "1", "speed_steps": "2", "speed_topk": "1"}
+    questions.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "id": f"q{i}",
+                    "category": "chat",
+                    "topic": "",
+                    "split": "heldout",
+                    "messages": [{"role": "user", "content": "Hi " * i}],
+                }
+            )
+            + "\n"
+            for i in (1, 2, 3)
+        )
+    )
+    few = {
+        "eval_set": str(questions),
+        "decode_new_tok": "8",
+        "decode_prompts": "2",
+        "baseline_prompts": "1",
+        "check_bf16_prompts": "1",
+        "speed_steps": "2",
+        "speed_topk": "1",
+    }
     folder = config.acceptance_dir
-    assert main(["walk", *options(target, "x")]) == 0 and main(["decode", *options(target, "x", **few)]) == 0
+    assert (
+        main(["walk", *options(target, "x")]) == 0
+        and main(["decode", *options(target, "x", **few)]) == 0
+    )
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert set(before) == {"walk.json", "acceptance.json", "acceptance.parquet", "baselines.parquet", "speed.json"}
-    assert main(["walk", *options(target, "x")]) == 0 and main(["decode", *options(target, "x", **few)]) == 0
+    assert set(before) == {
+        "walk.json",
+        "acceptance.json",
+        "acceptance.parquet",
+        "baselines.parquet",
+        "speed.json",
+    }
+    assert (
+        main(["walk", *options(target, "x")]) == 0
+        and main(["decode", *options(target, "x", **few)]) == 0
+    )
     assert not (folder / "earlier-1").exists(), "the same again"
     assert main(["walk", *options(target, "x", speculative_num_steps="2")]) == 0
-    assert "walk.json was of speculative_num_steps 3, now 2; kept in runs/x/acceptance/earlier-1" in capsys.readouterr().out
+    assert (
+        "walk.json was of speculative_num_steps 3, now 2; kept in runs/x/acceptance/earlier-1"
+        in capsys.readouterr().out
+    )
     assert (folder / "earlier-1" / "walk.json").read_bytes() == before["walk.json"]
     assert main(["decode", *options(target, "x", **few | {"decode_prompts": "3"})]) == 0
     assert "2 judged, now 3; kept in runs/x/acceptance/earlier-2" in capsys.readouterr().out
     assert {path.name for path in (folder / "earlier-2").iterdir()} == set(before) - {"walk.json"}
-    assert main(["data", "rm", "x", "--part", "drafter", "--yes"]) == 0 and main(["train", *options(target, "x", seed="1")]) == 0
+    assert (
+        main(["data", "rm", "x", "--part", "drafter", "--yes"]) == 0
+        and main(["train", *options(target, "x", seed="1")]) == 0
+    )
     assert main(["walk", *options(target, "x", speculative_num_steps="2")]) == 0
-    assert "walk.json was of drafter_sha256" in capsys.readouterr().out and (folder / "earlier-3" / "walk.json").is_file()
+    assert (
+        "walk.json was of drafter_sha256" in capsys.readouterr().out
+        and (folder / "earlier-3" / "walk.json").is_file()
+    )

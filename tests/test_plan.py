@@ -34,7 +34,14 @@ def test_the_kimi_profile_says_the_numbers_of_its_story(capsys):
 def test_a_plan_counts_what_is_there(data, tmp_path):
     folder = make_tiny_target(tmp_path / "tiny")
     path = write_prompts(tmp_path / "prompts.jsonl", 12, 3)
-    config = Config.create(run_name="p", target=str(folder), boundaries=(1, 2), prompt_set=str(path), max_length=64, store_fp8=False)
+    config = Config.create(
+        run_name="p",
+        target=str(folder),
+        boundaries=(1, 2),
+        prompt_set=str(path),
+        max_length=64,
+        store_fp8=False,
+    )
     plan = make_plan(config)
     tokenizer = load_target(str(folder)).tokenizer()
     tok = sum(len(encode(c, tokenizer, 64).input_ids) for c in load_prompts(path).conversations)
@@ -53,12 +60,38 @@ def test_files_and_time_of_a_plan():
 @pytest.fixture
 def runs(data):
     """Run a has a store and a drafter; the drafter of run b says that it was trained from run c's store, and c has no drafter."""
-    manifest = {"target": {"rms_norm_eps": 1e-5}, "boundaries": [1, 2], "dtype": "bfloat16", "hidden_size": 4, "prompts": {"hash": None}}
-    samples = {name: Rows(name, "train", "x", torch.arange(3), torch.ones(3, dtype=torch.bool), {b: torch.randn(3, 4).bfloat16() for b in (1, 2)}) for name in "ac"}
-    stores = {name: write_store(data / "runs" / name / "store", manifest, Head(torch.ones(4), torch.ones(2, 4), 1e-5), [samples[name]]) for name in "ac"}
+    manifest = {
+        "target": {"rms_norm_eps": 1e-5},
+        "boundaries": [1, 2],
+        "dtype": "bfloat16",
+        "hidden_size": 4,
+        "prompts": {"hash": None},
+    }
+    samples = {
+        name: Rows(
+            name,
+            "train",
+            "x",
+            torch.arange(3),
+            torch.ones(3, dtype=torch.bool),
+            {b: torch.randn(3, 4).bfloat16() for b in (1, 2)},
+        )
+        for name in "ac"
+    }
+    stores = {
+        name: write_store(
+            data / "runs" / name / "store",
+            manifest,
+            Head(torch.ones(4), torch.ones(2, 4), 1e-5),
+            [samples[name]],
+        )
+        for name in "ac"
+    }
     for name, made_from in (("b", stores["c"].identity), ("a", "another")):
         described = json.dumps({"config": {}, "record": {"store": made_from}})
-        write_safetensors(data / "runs" / name / "drafter" / FILE, {"x": torch.zeros(1)}, {"drafter": described})
+        write_safetensors(
+            data / "runs" / name / "drafter" / FILE, {"x": torch.zeros(1)}, {"drafter": described}
+        )
     return data / "runs"
 
 
@@ -77,10 +110,16 @@ def test_nothing_is_removed_without_yes(runs, capsys):
     assert main(["data", "rm", "c"]) == 0 and (runs / "c" / "store").is_dir()
     assert "files, " in (said := capsys.readouterr().out) and "--yes" in said and "run b" in said
     assert main(["data", "rm", "c", "--yes"]) == 2 and (runs / "c" / "store").is_dir()
-    assert main(["data", "rm", "c", "--yes", "--force"]) == 0 and not (runs / "c" / "store").exists()
+    assert (
+        main(["data", "rm", "c", "--yes", "--force"]) == 0 and not (runs / "c" / "store").exists()
+    )
     assert main(["data", "rm", "nobody"]) == 2
     table = list_runs()
-    assert set(zip(table["run"], table["part"])) == {("a", "store"), ("a", "drafter"), ("b", "drafter")}
+    assert set(zip(table["run"], table["part"])) == {
+        ("a", "store"),
+        ("a", "drafter"),
+        ("b", "drafter"),
+    }
 
 
 def test_only_runs_are_removed(runs, tmp_path, capsys):
@@ -88,7 +127,11 @@ def test_only_runs_are_removed(runs, tmp_path, capsys):
     (runs / "store").mkdir()
     for name in ("..", ".", "", "../runs/a", str(runs / "a"), "a/"):
         assert main(["data", "rm", name, "--yes", "--force"]) == 2, name
-    assert (tmp_path / "data" / "store").is_dir() and (runs / "store").is_dir() and (runs / "a" / "store" / "manifest.json").is_file()
+    assert (
+        (tmp_path / "data" / "store").is_dir()
+        and (runs / "store").is_dir()
+        and (runs / "a" / "store" / "manifest.json").is_file()
+    )
 
 
 def test_a_store_that_is_a_link_goes_with_what_it_points_to(runs, tmp_path):
@@ -101,40 +144,102 @@ def test_a_store_that_is_a_link_goes_with_what_it_points_to(runs, tmp_path):
 
 
 def test_the_folder_of_a_server_that_is_up_is_kept(runs):
-    write_json(runs / "c" / "server" / "server.json", {"url": "http://127.0.0.1:1", "pid": os.getpid(), "started": started_ticks(os.getpid())})
-    with pytest.raises(EyasError, match="the server of run 'c' is up.*python -m eyas server down -p run_name c"):
+    write_json(
+        runs / "c" / "server" / "server.json",
+        {"url": "http://127.0.0.1:1", "pid": os.getpid(), "started": started_ticks(os.getpid())},
+    )
+    with pytest.raises(
+        EyasError, match="the server of run 'c' is up.*python -m eyas server down -p run_name c"
+    ):
         remove(look("c", RUN_PARTS), force=True)
     assert (runs / "c" / "store" / "manifest.json").is_file()
-    write_json(runs / "c" / "server" / "server.json", {"url": "http://127.0.0.1:1", "pid": os.getpid(), "started": 0})
+    write_json(
+        runs / "c" / "server" / "server.json",
+        {"url": "http://127.0.0.1:1", "pid": os.getpid(), "started": 0},
+    )
     remove(look("c", RUN_PARTS), force=True)
     assert not list((runs / "c").iterdir())
 
 
-@pytest.mark.parametrize("settings, said", [
-    (["boundaries", "[a"], "boundaries = '[a'"), (["seed", "nan"], "seed = 'nan'"), (["spool_gib", "inf"], "spool_gib = 'inf'"), (["plan_tok", "-5"], "plan_tok = -5"),
-    (["plan_tok_per_s", "-2"], "plan_tok_per_s"), (["extra_boundaries", "99"], "boundaries [99] are outside"), (["extra_boundaries", "-1"], "boundaries [-1] are outside"),
-    (["server_url", ","], "server_url = ','"), (["server_url", "nonsense"], "server_url = 'nonsense'"), (["target", "/nowhere"], "no model folder '/nowhere'"),
-])
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        (["boundaries", "[a"], "boundaries = '[a'"),
+        (["seed", "nan"], "seed = 'nan'"),
+        (["spool_gib", "inf"], "spool_gib = 'inf'"),
+        (["plan_tok", "-5"], "plan_tok = -5"),
+        (["plan_tok_per_s", "-2"], "plan_tok_per_s"),
+        (["extra_boundaries", "99"], "boundaries [99] are outside"),
+        (["extra_boundaries", "-1"], "boundaries [-1] are outside"),
+        (["server_url", ","], "server_url = ','"),
+        (["server_url", "nonsense"], "server_url = 'nonsense'"),
+        (["target", "/nowhere"], "no model folder '/nowhere'"),
+    ],
+)
 def test_bad_settings_are_said(data, capsys, settings, said):
-    assert main(["plan", "--profile", "kimi-k2.5", "-p", *settings, *([] if settings[0] != "target" else ["-p", "plan_blocks", "0"])]) == 2
+    assert (
+        main(
+            [
+                "plan",
+                "--profile",
+                "kimi-k2.5",
+                "-p",
+                *settings,
+                *([] if settings[0] != "target" else ["-p", "plan_blocks", "0"]),
+            ]
+        )
+        == 2
+    )
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [b"epochs: [", b"\xff\xfe", b"- 1"])
 def test_a_profile_that_is_none_is_said(tmp_path, capsys, content):
     (tmp_path / "mine.yaml").write_bytes(content)
-    assert main(["plan", "--profile", str(tmp_path / "mine.yaml")]) == 2 and "eyas: mine.yaml is not" in capsys.readouterr().err
+    assert (
+        main(["plan", "--profile", str(tmp_path / "mine.yaml")]) == 2
+        and "eyas: mine.yaml is not" in capsys.readouterr().err
+    )
 
 
 def test_a_command_that_a_message_names_is_for_the_run_at_hand(data, capsys, tmp_path):
     assert main(["parity", "-p", "run_name", "two words"]) == 2
-    assert "next: python -m eyas extract, with -p run_name 'two words' as here" in capsys.readouterr().err
-    assert main(["server", "up", "-p", "server_url", "http://127.0.0.1:1", "-p", "threads", "1", "-p", "target", str(make_tiny_target(tmp_path / "tiny")), "-p", "boundaries", "[1,2]"]) == 2
+    assert (
+        "next: python -m eyas extract, with -p run_name 'two words' as here"
+        in capsys.readouterr().err
+    )
+    assert (
+        main(
+            [
+                "server",
+                "up",
+                "-p",
+                "server_url",
+                "http://127.0.0.1:1",
+                "-p",
+                "threads",
+                "1",
+                "-p",
+                "target",
+                str(make_tiny_target(tmp_path / "tiny")),
+                "-p",
+                "boundaries",
+                "[1,2]",
+            ]
+        )
+        == 2
+    )
     said = capsys.readouterr().err
-    assert "next: python -m eyas server up -p server_url '', with -p threads 1" in said and said.count("server_url") == 2
+    assert (
+        "next: python -m eyas server up -p server_url '', with -p threads 1" in said
+        and said.count("server_url") == 2
+    )
 
 
 def test_a_disk_that_refuses_is_said_without_a_traceback(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("EYAS_DATA", str(tmp_path / "file"))
-    assert main(["target", "-p", "target", str(make_tiny_target(tmp_path / "tiny"))]) == 2 and "Not a directory" in capsys.readouterr().err
+    assert (
+        main(["target", "-p", "target", str(make_tiny_target(tmp_path / "tiny"))]) == 2
+        and "Not a directory" in capsys.readouterr().err
+    )

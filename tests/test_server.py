@@ -44,7 +44,14 @@ BOUNDARIES = (2, 15, 27, 30)
 
 def sample(ids) -> Sample:
     ids = np.asarray(ids, dtype=np.int64)
-    return Sample(id="x", input_ids=ids, loss_mask=np.ones(len(ids), bool), truncated=False, category="", split="train")
+    return Sample(
+        id="x",
+        input_ids=ids,
+        loss_mask=np.ones(len(ids), bool),
+        truncated=False,
+        category="",
+        split="train",
+    )
 
 
 @pytest.fixture
@@ -53,8 +60,15 @@ def send(server):
     _, running = server
 
     def send_all(prompts):
-        with httpx.Client(base_url=running.url, timeout=600, limits=LIMITS) as client, ThreadPoolExecutor(min(len(prompts), 200)) as pool:
-            return list(pool.map(lambda ids: capture(client, sample(ids), BOUNDARIES, torch.bfloat16), prompts))
+        with (
+            httpx.Client(base_url=running.url, timeout=600, limits=LIMITS) as client,
+            ThreadPoolExecutor(min(len(prompts), 200)) as pool,
+        ):
+            return list(
+                pool.map(
+                    lambda ids: capture(client, sample(ids), BOUNDARIES, torch.bfloat16), prompts
+                )
+            )
 
     return send_all
 
@@ -62,7 +76,9 @@ def send(server):
 @pytest.fixture(scope="module")
 def conversations(embedded):
     prompts = load_prompts(ROOT / "data_manifests" / "eyas_chat.jsonl")
-    return [encode(c, embedded.tokenizer(), 512).input_ids for c in prompts.select("heldout", 6, seed=1)]
+    return [
+        encode(c, embedded.tokenizer(), 512).input_ids for c in prompts.select("heldout", 6, seed=1)
+    ]
 
 
 def hugging_face_boundaries(folder, ids, dtype) -> list[torch.Tensor]:
@@ -73,33 +89,52 @@ def hugging_face_boundaries(folder, ids, dtype) -> list[torch.Tensor]:
     last = []
     model.model.norm.register_forward_pre_hook(lambda _, args: last.append(args[0]))
     with torch.no_grad():
-        states = model(torch.as_tensor(np.asarray(ids))[None], output_hidden_states=True).hidden_states
+        states = model(
+            torch.as_tensor(np.asarray(ids))[None], output_hidden_states=True
+        ).hidden_states
     return [h[0].float() for h in (*states[:-1], last[0])]
 
 
 def test_status_reads_back_what_matters(server, embedded):
     config, running = server
     status = running.status()
-    assert status["model"] == str(embedded.folder) and status["sglang"] == "0.5.23" and status["dtype"] == "bfloat16"
+    assert (
+        status["model"] == str(embedded.folder)
+        and status["sglang"] == "0.5.23"
+        and status["dtype"] == "bfloat16"
+    )
     assert status["context_tok"] == config.context_tok
-    assert not (status["radix_cache"] or status["chunked_prefill"] or status["overlap"] or status["prefill_graph"])
-    assert status["capture"]["boundaries"] == list(BOUNDARIES) and status["capture"]["n_blocks"] == embedded.n_blocks
+    assert not (
+        status["radix_cache"]
+        or status["chunked_prefill"]
+        or status["overlap"]
+        or status["prefill_graph"]
+    )
+    assert (
+        status["capture"]["boundaries"] == list(BOUNDARIES)
+        and status["capture"]["n_blocks"] == embedded.n_blocks
+    )
     check_for_capture(status, BOUNDARIES, embedded)
 
 
 def test_the_other_processes_are_copies_of_the_first(server):
     """On the plain CPU platform; spawned ones import everything again, which takes as long as all else at the start."""
     children = psutil.Process(server[1].pid).children(recursive=True)
-    assert len(children) >= 2 and not any("multiprocessing" in word for child in children for word in child.cmdline())
+    assert len(children) >= 2 and not any(
+        "multiprocessing" in word for child in children for word in child.cmdline()
+    )
 
 
-@pytest.mark.parametrize("change, said", [
-    ({"capture": None}, "no capture plugin"),
-    ({"radix_cache": True}, "--disable-radix-cache"),
-    ({"chunked_prefill": True}, "--chunked-prefill-size"),
-    ({"overlap": True}, "--disable-overlap-schedule"),
-    ({"prefill_graph": True}, "--cuda-graph-backend-prefill"),
-])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"capture": None}, "no capture plugin"),
+        ({"radix_cache": True}, "--disable-radix-cache"),
+        ({"chunked_prefill": True}, "--chunked-prefill-size"),
+        ({"overlap": True}, "--disable-overlap-schedule"),
+        ({"prefill_graph": True}, "--cuda-graph-backend-prefill"),
+    ],
+)
 def test_a_server_that_would_lose_rows_is_refused_by_the_flag(server, embedded, change, said):
     with pytest.raises(EyasError, match=said):
         check_for_capture(server[1].status() | change, BOUNDARIES, embedded)
@@ -110,10 +145,14 @@ def test_a_server_without_the_boundaries_or_of_another_model_is_refused(server, 
     with pytest.raises(EyasError, match=r"captures boundaries \[2, 15, 27, 30\], not \[3\]"):
         check_for_capture(status, (2, 3), embedded)
     with pytest.raises(EyasError, match="blocks"):
-        check_for_capture(status | {"capture": status["capture"] | {"n_blocks": 12}}, BOUNDARIES, embedded)
+        check_for_capture(
+            status | {"capture": status["capture"] | {"n_blocks": 12}}, BOUNDARIES, embedded
+        )
 
 
-def test_captured_boundaries_are_hugging_faces_and_their_neighbours_are_not(send, embedded, conversations):
+def test_captured_boundaries_are_hugging_faces_and_their_neighbours_are_not(
+    send, embedded, conversations
+):
     """Per token: as near to the float32 reference as bf16 rounding allows (measured on Hugging Face itself), nearer than any other boundary."""
     ids = conversations[0]
     reference = hugging_face_boundaries(embedded.folder, ids, torch.float32)
@@ -124,7 +163,9 @@ def test_captured_boundaries_are_hugging_faces_and_their_neighbours_are_not(send
         error = ((mine - exact).norm(dim=1) / exact.norm(dim=1)).median()
         floor = ((rounded[b] - exact).norm(dim=1) / exact.norm(dim=1)).median()
         assert error < 1.5 * floor + 1e-6, (b, error, floor)
-        nearness = torch.stack([cosine_similarity(mine, other, dim=1) for other in reference])  # [N + 1, T]
+        nearness = torch.stack(
+            [cosine_similarity(mine, other, dim=1) for other in reference]
+        )  # [N + 1, T]
         assert (nearness.argmax(0) == b).all(), b
         assert nearness[b].median() > 0.999
         neighbours = [k for k in (b - 1, b + 1) if k <= embedded.n_blocks]
@@ -134,7 +175,9 @@ def test_captured_boundaries_are_hugging_faces_and_their_neighbours_are_not(send
 def same_rows(one: dict, other: dict) -> None:
     for b in BOUNDARIES:
         assert one[b].shape == other[b].shape
-        assert cosine_similarity(one[b].float(), other[b].float(), dim=1).min() > 0.995, b  # another batch, another bf16 rounding
+        assert cosine_similarity(one[b].float(), other[b].float(), dim=1).min() > 0.995, (
+            b
+        )  # another batch, another bf16 rounding
 
 
 def test_200_identical_prompts_at_once(send, conversations):
@@ -169,7 +212,9 @@ def test_a_prompt_as_long_as_the_context(send, server, conversations):
 
 
 def test_end_of_text_inside_a_prompt(send, embedded, conversations):
-    ids = np.concatenate([conversations[2][:10], [embedded.tokenizer().eos_token_id, 0], conversations[3][:10]])
+    ids = np.concatenate(
+        [conversations[2][:10], [embedded.tokenizer().eos_token_id, 0], conversations[3][:10]]
+    )
     (rows,) = send([ids])
     reference = hugging_face_boundaries(embedded.folder, ids, torch.float32)
     assert cosine_similarity(rows[15].float(), reference[15], dim=1).min() > 0.999
@@ -178,8 +223,17 @@ def test_end_of_text_inside_a_prompt(send, embedded, conversations):
 def test_a_request_that_does_not_ask_is_served_as_ever(server, conversations):
     _, running = server
     before = running.status()["capture"]["captured"]
-    answer = httpx.post(f"{running.url}/generate", timeout=120, json={"input_ids": conversations[0][:40].tolist(), "sampling_params": {"max_new_tokens": 8, "temperature": 0}}).json()
-    assert answer["meta_info"]["completion_tokens"] == 8 and "eyas_capture" not in answer["meta_info"]
+    answer = httpx.post(
+        f"{running.url}/generate",
+        timeout=120,
+        json={
+            "input_ids": conversations[0][:40].tolist(),
+            "sampling_params": {"max_new_tokens": 8, "temperature": 0},
+        },
+    ).json()
+    assert (
+        answer["meta_info"]["completion_tokens"] == 8 and "eyas_capture" not in answer["meta_info"]
+    )
     assert running.status()["capture"]["captured"] == before
     assert not list((server[0].server_dir / "spool").iterdir())
 
@@ -187,7 +241,10 @@ def test_a_request_that_does_not_ask_is_served_as_ever(server, conversations):
 @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden"])
 def test_a_capture_name_never_leaves_the_spool(server, name):
     config, running = server
-    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 1, "custom_params": {"eyas_capture": name}}}
+    body = {
+        "input_ids": [5, 6, 7],
+        "sampling_params": {"max_new_tokens": 1, "custom_params": {"eyas_capture": name}},
+    }
     answer = httpx.post(f"{running.url}/generate", timeout=120, json=body).json()
     assert "not a plain file name" in answer["meta_info"]["eyas_capture"][0]["error"]
     assert not list((config.server_dir / "spool").iterdir())
@@ -229,12 +286,25 @@ def test_a_free_port_that_was_taken_meanwhile_costs_a_new_start(tmp_path, monkey
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and doesn't listen: not seen before
         port, free, given = taken.getsockname()[1], eyas.server.serve._free_port, []
-        monkeypatch.setattr(eyas.server.serve, "_free_port", lambda: given.append(free() if given else port) or given[-1])
+        monkeypatch.setattr(
+            eyas.server.serve,
+            "_free_port",
+            lambda: given.append(free() if given else port) or given[-1],
+        )
         config = Config(run_name="port", server_timeout_s=60)
-        up = functools.partial(eyas.server.serve._up, command=lambda port: ([sys.executable, "-c", code, str(port)], {}), folder=tmp_path, tied=True)
+        up = functools.partial(
+            eyas.server.serve._up,
+            command=lambda port: ([sys.executable, "-c", code, str(port)], {}),
+            folder=tmp_path,
+            tied=True,
+        )
         server = up(config)
         try:
-            assert len(given) == 2 and server.url == f"http://127.0.0.1:{given[1]}" and httpx.get(f"{server.url}/health").status_code == 200
+            assert (
+                len(given) == 2
+                and server.url == f"http://127.0.0.1:{given[1]}"
+                and httpx.get(f"{server.url}/health").status_code == 200
+            )
         finally:
             server.down()
         with pytest.raises(EyasError, match="died while starting[^$]*Address already in use"):
@@ -256,7 +326,16 @@ def test_server_is_found_again_and_a_second_one_refused(server):
 
 def profile(server, **changes) -> Config:
     config, running = server
-    return Config.create(target=config.target, server_url=running.url, train_samples=24, heldout_samples=6, max_length=96, shard_mib=1, concurrency=4, **changes)
+    return Config.create(
+        target=config.target,
+        server_url=running.url,
+        train_samples=24,
+        heldout_samples=6,
+        max_length=96,
+        shard_mib=1,
+        concurrency=4,
+        **changes,
+    )
 
 
 def test_extract_verify_damage_repair(server, embedded):
@@ -271,12 +350,26 @@ def test_extract_verify_damage_repair(server, embedded):
     assert report.ok, str(report)
     for c in chosen(config, prompts)[::7]:
         read, want = store.read(c.id), encode(c, tokenizer, config.max_length)
-        assert read["input_ids"].tolist() == want.input_ids.tolist() and read["loss_mask"].tolist() == want.loss_mask.tolist()
-        assert all(rows.shape == (len(want.input_ids), 576) and rows.dtype == torch.bfloat16 for rows in read["states"].values())
+        assert (
+            read["input_ids"].tolist() == want.input_ids.tolist()
+            and read["loss_mask"].tolist() == want.loss_mask.tolist()
+        )
+        assert all(
+            rows.shape == (len(want.input_ids), 576) and rows.dtype == torch.bfloat16
+            for rows in read["states"].values()
+        )
     again = extract(config, running, embedded, prompts)
-    assert (again.extracted, again.skipped, again.total_tok, again.bytes) == (0, 30, summary.total_tok, summary.bytes)
+    assert (again.extracted, again.skipped, again.total_tok, again.bytes) == (
+        0,
+        30,
+        summary.total_tok,
+        summary.bytes,
+    )
 
-    ids, whole = store.samples(), {path.name: path.read_bytes() for path in (store.folder / "shards").iterdir()}
+    ids, whole = (
+        store.samples(),
+        {path.name: path.read_bytes() for path in (store.folder / "shards").iterdir()},
+    )
     victim = store.folder / "shards" / store.row(ids[5])["shard"]
     content = bytearray(victim.read_bytes())
     content[-1] ^= 1  # the last byte of the last tensor: one sample
@@ -298,15 +391,40 @@ def test_extract_verify_damage_repair(server, embedded):
 
 def test_killed_halfway_the_same_command_finishes(server, embedded):
     config = profile(server, run_name="killed")
-    overrides = [arg for name in ("run_name", "target", "server_url", "train_samples", "heldout_samples", "max_length", "shard_mib", "concurrency")
-                 for arg in ("-p", name, str(getattr(config, name)))]
-    command = [sys.executable, "-m", "eyas", "extract", "--profile", "smoke", *overrides, "-p", "boundaries", "[2,15,27]"]
+    overrides = [
+        arg
+        for name in (
+            "run_name",
+            "target",
+            "server_url",
+            "train_samples",
+            "heldout_samples",
+            "max_length",
+            "shard_mib",
+            "concurrency",
+        )
+        for arg in ("-p", name, str(getattr(config, name)))
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "eyas",
+        "extract",
+        "--profile",
+        "smoke",
+        *overrides,
+        "-p",
+        "boundaries",
+        "[2,15,27]",
+    ]
     slowly = [*command, "-p", "concurrency", "1"]  # so that there is time to kill it
     process = subprocess.Popen(slowly, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     index = config.store_dir / "index.parquet"
     deadline = time.monotonic() + 240
     while not (index.is_file() and (read_parquet(index)["state"] == "extracted").sum() >= 8):
-        assert process.poll() is None and time.monotonic() < deadline, "it ended before it could be killed"
+        assert process.poll() is None and time.monotonic() < deadline, (
+            "it ended before it could be killed"
+        )
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -314,7 +432,10 @@ def test_killed_halfway_the_same_command_finishes(server, embedded):
     assert 8 <= counted < 30
     end = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert end.returncode == 0, end.stderr
-    assert f"asked 30 = extracted {30 - counted} + skipped {counted} (already there) + failed 0" in end.stdout
+    assert (
+        f"asked 30 = extracted {30 - counted} + skipped {counted} (already there) + failed 0"
+        in end.stdout
+    )
     store = Store.open(config.store_dir)
     assert len(store.samples()) == len(set(store.samples())) == 30
     assert verify(config.store_dir, load_prompts(config.prompt_path), embedded.tokenizer()).ok
@@ -323,7 +444,12 @@ def test_killed_halfway_the_same_command_finishes(server, embedded):
 def test_a_store_of_another_target_or_setting_is_refused_by_the_field(server, embedded):
     config = profile(server, run_name="other-store")
     prompts, running = load_prompts(config.prompt_path), need_servers(config)
-    extract(Config.create(**{**config.__dict__, "train_samples": 1, "heldout_samples": 1}), running, embedded, prompts)
+    extract(
+        Config.create(**{**config.__dict__, "train_samples": 1, "heldout_samples": 1}),
+        running,
+        embedded,
+        prompts,
+    )
     manifest = config.store_dir / "manifest.json"
     record = json.loads(manifest.read_text())
     record["target"]["fingerprint"] = "of-another-target"
@@ -348,7 +474,11 @@ def test_too_little_disk_is_said_before_the_first_request(server, embedded, monk
 
 def test_a_dead_server_is_noticed_at_once_with_the_end_of_its_log(tmp_path):
     with open(tmp_path / "server.log", "wb") as log:
-        process = subprocess.Popen([sys.executable, "-c", "print('no such weights'); raise SystemExit(3)"], stdout=log, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", "print('no such weights'); raise SystemExit(3)"],
+            stdout=log,
+            start_new_session=True,
+        )
     created = started_ticks(process.pid)
     started = time.monotonic()
     with pytest.raises(EyasError, match="(?s)died while starting.*no such weights"):
@@ -366,17 +496,28 @@ def test_down_ends_the_whole_family_and_nobody_else(tmp_path):
         assert time.monotonic() < end
         time.sleep(0.05)
     family = [parent, *parent.children()]
-    Server("http://127.0.0.1:9", process.pid, started_ticks(process.pid) - 100, tmp_path).down(timeout_s=1)  # another process with this pid
+    Server("http://127.0.0.1:9", process.pid, started_ticks(process.pid) - 100, tmp_path).down(
+        timeout_s=1
+    )  # another process with this pid
     assert parent.is_running()
-    Server("http://127.0.0.1:9", process.pid, started_ticks(process.pid), tmp_path).down(timeout_s=1)
+    Server("http://127.0.0.1:9", process.pid, started_ticks(process.pid), tmp_path).down(
+        timeout_s=1
+    )
     process.wait()
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family)
 
 
 def test_a_server_that_nobody_collects_is_down(tmp_path):
     """As in a report, which inherits the servers of its notebooks: they stay zombies until it ends, and down waited half a minute for them."""
-    holder = subprocess.Popen([sys.executable, "-c", "import subprocess, time; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True); time.sleep(600)"],
-                              stdout=subprocess.PIPE, text=True)  # fmt: skip
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import subprocess, time; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True); time.sleep(600)",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     process = psutil.Process(int(holder.stdout.readline()))
     Server("http://127.0.0.1:9", process.pid, started_ticks(process.pid), tmp_path).down()
     assert process.status() == psutil.STATUS_ZOMBIE and still_running([process], 0.0) == []
@@ -387,9 +528,16 @@ def test_a_server_that_nobody_collects_is_down(tmp_path):
 
 def test_what_a_dead_server_left_behind_is_ended_too(tmp_path):
     """SGLang's detokenizer has been seen to outlive a server that was killed. What else is in a session of that number is somebody's own: after a new start they count anew."""
-    code = "exec -a sglang::detokenizer sleep 600 & echo $!; exec -a other sleep 600 & echo $!; wait"
-    process = subprocess.Popen(["bash", "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
-    ticks, child, stranger = started_ticks(process.pid), *(psutil.Process(int(process.stdout.readline())) for _ in range(2))
+    code = (
+        "exec -a sglang::detokenizer sleep 600 & echo $!; exec -a other sleep 600 & echo $!; wait"
+    )
+    process = subprocess.Popen(
+        ["bash", "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    ticks, child, stranger = (
+        started_ticks(process.pid),
+        *(psutil.Process(int(process.stdout.readline())) for _ in range(2)),
+    )
     end = time.monotonic() + 60
     while stranger.cmdline()[:1] != ["other"] or child.cmdline()[:1] != ["sglang::detokenizer"]:
         assert time.monotonic() < end

@@ -40,20 +40,44 @@ server = pytest.mark.server
 @pytest.fixture(scope="module")
 def operations():
     """What tests/sglang_eagle_ops.py found."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1", "SGLANG_PLATFORM": "eyas_cpu"}
-    done = subprocess.run([sys.executable, "-W", "ignore", "tests/sglang_eagle_ops.py"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "SGLANG_PLATFORM": "eyas_cpu",
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "tests/sglang_eagle_ops.py"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_operations_equal_sglangs_kernels(operations):
-    assert set(operations["equal"]) == {"select_top_k_tokens", "build_tree", "verify_greedy", "fill_front", "fill_accept", "bonus_tokens", "draft_slots", "verify_slots", "write_slots", "keep", "linear"}
+    assert set(operations["equal"]) == {
+        "select_top_k_tokens",
+        "build_tree",
+        "verify_greedy",
+        "fill_front",
+        "fill_accept",
+        "bonus_tokens",
+        "draft_slots",
+        "verify_slots",
+        "write_slots",
+        "keep",
+        "linear",
+    }
 
 
 def test_the_plugins_check_names_what_is_gone(operations):
     whole, operation, seam = operations["said"]
     assert "EAGLE3: 13 functions" in whole
-    assert operation.endswith("eagle_utils.build_tree_kernel_efficient_func") and seam.endswith(": get_what_is_gone")
+    assert operation.endswith("eagle_utils.build_tree_kernel_efficient_func") and seam.endswith(
+        ": get_what_is_gone"
+    )
 
 
 def test_sampled_verification_has_the_targets_distribution(operations):
@@ -78,25 +102,64 @@ def world(tmp_path_factory):
     target, prompts = load_target(str(made)), make_prompts(lengths=(1, 2, 7, 19, 40, 33))
     model = decode.load_model(target, torch.float32, "cpu")
     drafter = teach(target, model, prompts, BOUNDARIES, levels=3)
-    return SimpleNamespace(folder=folder, target=target, model=model, drafter=drafter, prompts=prompts, export=export_sglang(drafter, target, folder / "export"))
+    return SimpleNamespace(
+        folder=folder,
+        target=target,
+        model=model,
+        drafter=drafter,
+        prompts=prompts,
+        export=export_sglang(drafter, target, folder / "export"),
+    )
 
 
-def serve(world, name: str, draft, steps: int = 3, topk: int = 1, tok: int = 0, **sampling) -> SimpleNamespace:
+def serve(
+    world, name: str, draft, steps: int = 3, topk: int = 1, tok: int = 0, **sampling
+) -> SimpleNamespace:
     """A server's status, and its answers to all prompts, one after the other and all at once."""
-    config = Config.create(run_name="x", target=str(world.target.folder), dtype="float32", threads=1, max_total_tok=4096, context_tok=256, max_length=256,
-                           speculative_num_steps=steps, speculative_eagle_topk=topk, speculative_num_draft_tokens=tok)  # fmt: skip
+    config = Config.create(
+        run_name="x",
+        target=str(world.target.folder),
+        dtype="float32",
+        threads=1,
+        max_total_tok=4096,
+        context_tok=256,
+        max_length=256,
+        speculative_num_steps=steps,
+        speculative_eagle_topk=topk,
+        speculative_num_draft_tokens=tok,
+    )
     with serving_up(config, draft, world.folder / name, tied=True) as up:
         single = [ask(up.url, ids, **sampling) for ids in world.prompts]
         with ThreadPoolExecutor(len(world.prompts)) as pool:
             together = list(pool.map(lambda ids: ask(up.url, ids, **sampling), world.prompts * 2))
-        drawn = [ask(up.url, ids, temperature=1.0, top_k=20, top_p=0.9) for ids in world.prompts[:2]]
+        drawn = [
+            ask(up.url, ids, temperature=1.0, top_k=20, top_p=0.9) for ids in world.prompts[:2]
+        ]
         return SimpleNamespace(status=up.status(), single=single, together=together, drawn=drawn)
 
 
 def ask(url: str, ids: list[int], n_tok: int = NEW_TOK, temperature: float = 0.0, **wishes) -> dict:
-    sampling = {"temperature": temperature, "max_new_tokens": n_tok, "custom_params": {"eyas_accepted": True}}
-    extra = {name: wishes.pop(name) for name in ("return_logprob", "top_logprobs_num") if name in wishes}
-    return httpx.post(f"{url}/generate", json={"input_ids": [int(i) for i in ids], "sampling_params": sampling | wishes, **extra}, timeout=600).raise_for_status().json()
+    sampling = {
+        "temperature": temperature,
+        "max_new_tokens": n_tok,
+        "custom_params": {"eyas_accepted": True},
+    }
+    extra = {
+        name: wishes.pop(name) for name in ("return_logprob", "top_logprobs_num") if name in wishes
+    }
+    return (
+        httpx.post(
+            f"{url}/generate",
+            json={
+                "input_ids": [int(i) for i in ids],
+                "sampling_params": sampling | wishes,
+                **extra,
+            },
+            timeout=600,
+        )
+        .raise_for_status()
+        .json()
+    )
 
 
 def accepted(answer: dict) -> list[int]:
@@ -128,7 +191,9 @@ def shifted(world):
 def test_a_server_without_drafter_says_so(world, plain):
     assert plain.status["drafter"] is None and plain.status["capture"] is None
     assert plain.status["radix_cache"] and plain.status["dtype"] == "float32"  # as one serves
-    assert [a["output_ids"] for a in plain.single] == [greedy_decode(world.model, ids, NEW_TOK).tokens for ids in world.prompts]
+    assert [a["output_ids"] for a in plain.single] == [
+        greedy_decode(world.model, ids, NEW_TOK).tokens for ids in world.prompts
+    ]
 
 
 @server
@@ -146,14 +211,33 @@ def test_drafting_does_not_change_the_output(request, plain, name):
 def test_a_tree_accepts_what_our_decoding_does(world, tree):
     """The first two levels are equal; deeper ones see keys of another branch at times (SGLang keeps them by place), so few steps may differ."""
     assert tree.status["drafter"] | {"path": None} == {
-        "algorithm": "EAGLE3", "path": None, "num_steps": 3, "topk": 3, "draft_tokens": 8, "boundaries": list(BOUNDARIES), "ids": [0, 2, 3],
-    }  # fmt: skip
-    ours = [[len(s.accepted) for s in speculative_decode(world.model, EagleDraft(world.drafter, 3, 3, 8), ids, NEW_TOK).steps] for ids in world.prompts]
+        "algorithm": "EAGLE3",
+        "path": None,
+        "num_steps": 3,
+        "topk": 3,
+        "draft_tokens": 8,
+        "boundaries": list(BOUNDARIES),
+        "ids": [0, 2, 3],
+    }
+    ours = [
+        [
+            len(s.accepted)
+            for s in speculative_decode(
+                world.model, EagleDraft(world.drafter, 3, 3, 8), ids, NEW_TOK
+            ).steps
+        ]
+        for ids in world.prompts
+    ]
     theirs = [accepted(answer) for answer in tree.single]
     assert sum(mine == other for mine, other in zip(ours, theirs, strict=True)) >= 4, (ours, theirs)
     assert sum(map(sum, theirs)) == pytest.approx(sum(map(sum, ours)), rel=0.1)
-    chain = [speculative_decode(world.model, EagleDraft(world.drafter, 3), ids, NEW_TOK).steps for ids in world.prompts]
-    assert sum(map(len, theirs)) < sum(map(len, chain))  # more is accepted in a step, so there are fewer
+    chain = [
+        speculative_decode(world.model, EagleDraft(world.drafter, 3), ids, NEW_TOK).steps
+        for ids in world.prompts
+    ]
+    assert sum(map(len, theirs)) < sum(
+        map(len, chain)
+    )  # more is accepted in a step, so there are fewer
 
 
 @server
@@ -167,7 +251,9 @@ def test_what_the_server_says_it_feeds_is_what_it_feeds(world, shifted):
         for boundaries in (tuple(told["boundaries"]), BOUNDARIES):
             method = EagleDraft(world.drafter, 3)
             method.boundaries = boundaries
-            steps[boundaries] = [len(s.accepted) for s in speculative_decode(world.model, method, ids, NEW_TOK).steps]
+            steps[boundaries] = [
+                len(s.accepted) for s in speculative_decode(world.model, method, ids, NEW_TOK).steps
+            ]
         assert accepted(answer) == steps[tuple(told["boundaries"])]
         differs |= accepted(answer) != steps[BOUNDARIES]
     assert differs
@@ -176,19 +262,46 @@ def test_what_the_server_says_it_feeds_is_what_it_feeds(world, shifted):
 SYNCHRONOUS = ["--cuda-graph-backend-prefill", "--disable-overlap-schedule"]
 
 
-@pytest.mark.parametrize(("device", "boundaries", "expected"), [("cuda", (), []), ("cuda", (2, 4), SYNCHRONOUS), ("cpu", (), SYNCHRONOUS), ("cpu", (2, 4), SYNCHRONOUS)])
-def test_only_a_server_that_captures_or_has_no_graphs_goes_without_overlap(tmp_path, device, boundaries, expected):
+@pytest.mark.parametrize(
+    ("device", "boundaries", "expected"),
+    [
+        ("cuda", (), []),
+        ("cuda", (2, 4), SYNCHRONOUS),
+        ("cpu", (), SYNCHRONOUS),
+        ("cpu", (2, 4), SYNCHRONOUS),
+    ],
+)
+def test_only_a_server_that_captures_or_has_no_graphs_goes_without_overlap(
+    tmp_path, device, boundaries, expected
+):
     """A ratio's baseline on a GPU is a server as one has it. With a drafter it has the same flags, and those of drafting."""
-    config, more = Config(device=device), ["--speculative-algorithm", "--speculative-draft-model-path", "--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens"]
-    plain, drafting = (server_command(config, tmp_path, boundaries, 1, tmp_path, SERVING_CHUNK_TOK, draft)[0] for draft in (None, tmp_path / "draft"))
+    config, more = (
+        Config(device=device),
+        [
+            "--speculative-algorithm",
+            "--speculative-draft-model-path",
+            "--speculative-num-steps",
+            "--speculative-eagle-topk",
+            "--speculative-num-draft-tokens",
+        ],
+    )
+    plain, drafting = (
+        server_command(config, tmp_path, boundaries, 1, tmp_path, SERVING_CHUNK_TOK, draft)[0]
+        for draft in (None, tmp_path / "draft")
+    )
     assert [flag for flag in SYNCHRONOUS if flag in plain] == expected
-    assert [word for word in drafting if word.startswith("--") and word not in plain] == more and [word for word in plain if word not in drafting] == []
+    assert [word for word in drafting if word.startswith("--") and word not in plain] == more and [
+        word for word in plain if word not in drafting
+    ] == []
 
 
 def test_float32_on_a_gpu_is_refused_before_anything_starts(world, tmp_path):
     """SGLang's attention there takes none, or rounds it to TF32. A server of one's own is asked as it is."""
     config = Config.create(run_name="x", target=str(world.target.folder), device="cuda")
-    for start in (lambda: check(config, world.target, world.drafter, []), lambda: check_serve_dtype(config)):
+    for start in (
+        lambda: check(config, world.target, world.drafter, []),
+        lambda: check_serve_dtype(config),
+    ):
         with pytest.raises(EyasError, match="float32 on a GPU.*next: -p serve_dtype bfloat16"):
             start()
     with pytest.raises(EyasError, match="float32 on a GPU.*next: -p dtype bfloat16"):
@@ -203,11 +316,27 @@ def test_no_drafter_there(world, tmp_path):
         serving_up(config, tmp_path / "nothing", tmp_path / "server")
 
 
-@pytest.mark.parametrize(("size", "said"), [(512, "draft vocabulary of 512 of 1,024 tokens; expected all of them"), (1024, "on a plain CPU; expected a GPU")])
-def test_rejection_sampling_is_refused_where_the_server_would_die_of_it(world, tmp_path, size, said):
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (512, "draft vocabulary of 512 of 1,024 tokens; expected all of them"),
+        (1024, "on a plain CPU; expected a GPU"),
+    ],
+)
+def test_rejection_sampling_is_refused_where_the_server_would_die_of_it(
+    world, tmp_path, size, said
+):
     write_json(tmp_path / "config.json", {"draft_vocab_size": size, "vocab_size": 1024})
     with pytest.raises(EyasError, match=f"{said}.*-p speculative_use_rejection_sampling false"):
-        serving_up(Config.create(run_name="x", target=str(world.target.folder), speculative_use_rejection_sampling=True), tmp_path, tmp_path / "server")
+        serving_up(
+            Config.create(
+                run_name="x",
+                target=str(world.target.folder),
+                speculative_use_rejection_sampling=True,
+            ),
+            tmp_path,
+            tmp_path / "server",
+        )
 
 
 # ---- SmolLM2 in bfloat16, beside the session's server
@@ -217,23 +346,53 @@ def test_rejection_sampling_is_refused_where_the_server_would_die_of_it(world, t
 def test_in_bfloat16_every_difference_is_a_tie(server, embedded, tmp_path):
     """Half of the prompts are those that the drafter was taught on. Where texts part, the plain server's two best were one bfloat16 step apart at most."""
     config, running = server
-    conversations = load_prompts(ROOT / "data_manifests" / "eyas_chat.jsonl").select("heldout", 4, seed=1)
+    conversations = load_prompts(ROOT / "data_manifests" / "eyas_chat.jsonl").select(
+        "heldout", 4, seed=1
+    )
     prompts = [encode(c, embedded.tokenizer(), 512) for c in conversations]
     prompts = [p.input_ids[: int(p.loss_mask.nonzero()[0][0])].tolist() for p in prompts]
     model = decode.load_model(embedded, torch.float32, "cpu")
     texts = [ids + greedy_decode(model, ids, NEW_TOK).tokens for ids in prompts[:2]]
-    drafter = teach(embedded, model, prompts[:2], (2, 15, 27), ids=torch.tensor(sorted({token for ids in texts for token in ids})), levels=2)
+    drafter = teach(
+        embedded,
+        model,
+        prompts[:2],
+        (2, 15, 27),
+        ids=torch.tensor(sorted({token for ids in texts for token in ids})),
+        levels=2,
+    )
     folder = export_sglang(drafter, embedded, tmp_path / "export")
-    settings = Config.create(run_name="x", target=str(embedded.folder), dtype="bfloat16", threads=1, max_total_tok=4096, context_tok=1024)
-    with serving_up(settings, folder, tmp_path / "server", tied=True) as up, ThreadPoolExecutor(4) as pool:
-        drafted = [*(ask(up.url, ids) for ids in prompts), *pool.map(lambda ids: ask(up.url, ids), prompts)]
+    settings = Config.create(
+        run_name="x",
+        target=str(embedded.folder),
+        dtype="bfloat16",
+        threads=1,
+        max_total_tok=4096,
+        context_tok=1024,
+    )
+    with (
+        serving_up(settings, folder, tmp_path / "server", tied=True) as up,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        drafted = [
+            *(ask(up.url, ids) for ids in prompts),
+            *pool.map(lambda ids: ask(up.url, ids), prompts),
+        ]
     plain = [ask(running.url, ids, return_logprob=True, top_logprobs_num=2) for ids in prompts] * 2
     assert sum(sum(accepted(a)) for a in drafted) > 40
     for ids, one, other in zip(prompts * 2, plain, drafted, strict=True):
-        parts = [at for at, (a, b) in enumerate(zip(one["output_ids"], other["output_ids"])) if a != b]
+        parts = [
+            at for at, (a, b) in enumerate(zip(one["output_ids"], other["output_ids"])) if a != b
+        ]
         if parts:
             (best, *_), (second, token, _) = one["meta_info"]["output_top_logprobs"][parts[0]]
             with torch.no_grad():
-                logit = float(model(torch.tensor([ids + one["output_ids"][: parts[0]]])).logits[0, -1].max())
+                logit = float(
+                    model(torch.tensor([ids + one["output_ids"][: parts[0]]])).logits[0, -1].max()
+                )
             assert other["output_ids"][parts[0]] == token
-            assert best - second <= 2.0 ** (torch.tensor(logit).abs().log2().floor() - 7) * 1.01, (parts[0], best - second, logit)
+            assert best - second <= 2.0 ** (torch.tensor(logit).abs().log2().floor() - 7) * 1.01, (
+                parts[0],
+                best - second,
+                logit,
+            )

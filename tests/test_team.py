@@ -30,7 +30,11 @@ class Member:
                 os.kill(os.getpid(), signal.SIGKILL)
             if error == "exit":
                 os._exit(3)
-            raise {"eyas": EyasError("found", "expected", "next"), "memory": MemoryError("no more"), "other": ValueError("odd")}[error]
+            raise {
+                "eyas": EyasError("found", "expected", "next"),
+                "memory": MemoryError("no more"),
+                "other": ValueError("odd"),
+            }[error]
         return self.number
 
 
@@ -66,16 +70,27 @@ def test_all_work_at_once_on_memory_in_common(team):
 
 
 @pytest.mark.parametrize("where", [0, 1, 2])
-@pytest.mark.parametrize("error, kind, text", [
-    ("eyas", EyasError, "found; expected expected; next: next"), ("memory", MemoryError, "no more"), ("other", (ValueError, RuntimeError), "odd"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "error, kind, text",
+    [
+        ("eyas", EyasError, "found; expected expected; next: next"),
+        ("memory", MemoryError, "no more"),
+        ("other", (ValueError, RuntimeError), "odd"),
+    ],
+)
 def test_an_error_of_any_is_raised_and_the_next_call_works(team, where, error, kind, text):
     with pytest.raises(kind, match=text):
         team.each("fail", where, error)
     assert team.each("fail", 9, error) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("error, text", [("killed", "training was killed, as the system does where memory ends; .*-p threads 1"), ("exit", r"ended by itself \(exit code 3\).*; next: the same command")])
+@pytest.mark.parametrize(
+    "error, text",
+    [
+        ("killed", "training was killed, as the system does where memory ends; .*-p threads 1"),
+        ("exit", r"ended by itself \(exit code 3\).*; next: the same command"),
+    ],
+)
 def test_a_process_that_is_gone_is_said(team, error, text):
     for _ in range(2):
         with pytest.raises(EyasError, match=text):
@@ -83,9 +98,16 @@ def test_a_process_that_is_gone_is_said(team, error, text):
 
 
 def test_shared_memory_keeps_value_shape_and_dtype():
-    for tensor in (torch.randn(3, 5), torch.zeros((), dtype=torch.float64), torch.arange(6).reshape(2, 3).T, torch.randn(7).bfloat16()):
+    for tensor in (
+        torch.randn(3, 5),
+        torch.zeros((), dtype=torch.float64),
+        torch.arange(6).reshape(2, 3).T,
+        torch.randn(7).bfloat16(),
+    ):
         copy = shared(tensor)
-        assert copy.dtype == tensor.dtype and copy.shape == tensor.shape and torch.equal(copy, tensor)
+        assert (
+            copy.dtype == tensor.dtype and copy.shape == tensor.shape and torch.equal(copy, tensor)
+        )
 
 
 FAULTS = """
@@ -105,10 +127,21 @@ print(faults())
 """
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc, whose allocator this is about")
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc, whose allocator this is about"
+)
 def test_freed_memory_is_kept_inside_and_given_back_behind():
     environment = {**os.environ, "PYTHONPATH": str(Path(eyas.__file__).parents[1])}
-    inside, behind = map(int, subprocess.run([sys.executable, "-c", FAULTS], env=environment, capture_output=True, text=True, check=True).stdout.split())
+    inside, behind = map(
+        int,
+        subprocess.run(
+            [sys.executable, "-c", FAULTS],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split(),
+    )
     assert inside < 0.1 * behind, "page faults of ten large tensors"
 
 
@@ -125,8 +158,19 @@ time.sleep(600)
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_process_outlives_the_first(how):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(eyas.__file__).parents[1]), str(Path(__file__).parent)])}
-    process = subprocess.Popen([sys.executable, "-c", FIRST], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(eyas.__file__).parents[1]), str(Path(__file__).parent)]
+        ),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", FIRST],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    )
     try:
         pids = [int(pid) for pid in process.stdout.readline().split()]
         assert len(pids) == 3 and pids[0] == process.pid and not any(gone(pid) for pid in pids)
@@ -140,8 +184,20 @@ def test_no_process_outlives_the_first(how):
 
 def test_interrupted_from_the_keyboard_the_first_alone_says_so():
     """Ctrl-C reaches the whole group; a traceback of every process would bury the one that counts."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(eyas.__file__).parents[1]), str(Path(__file__).parent)])}
-    process = subprocess.Popen([sys.executable, "-c", FIRST], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(eyas.__file__).parents[1]), str(Path(__file__).parent)]
+        ),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", FIRST],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
     process.stdout.readline()
     os.killpg(process.pid, signal.SIGINT)
     assert process.communicate(timeout=60)[1].count("Traceback") == 1

@@ -67,19 +67,44 @@ def row_loss(name, log_q, p_draft, p_whole):
     alpha = torch.minimum(p_whole, q).sum()
     kl = sum(p * (p.log() - log) for p, log in zip(p_draft, log_q))
     lam = (-3.0 * alpha.detach()).exp()
-    return {"kl": -(p_draft * log_q).sum(), "tv": 1 - alpha, "lk_alpha": -alpha.log(), "lk_lambda": lam * kl + (1 - lam) * (1 - alpha)}[name]
+    return {
+        "kl": -(p_draft * log_q).sum(),
+        "tv": 1 - alpha,
+        "lk_alpha": -alpha.log(),
+        "lk_lambda": lam * kl + (1 - lam) * (1 - alpha),
+    }[name]
 
 
-def reference_loss(drafter, samples, head, n_steps, decay, loss_name="kl", mask_shift=1, grid=False):
+def reference_loss(
+    drafter, samples, head, n_steps, decay, loss_name="kl", mask_shift=1, grid=False
+):
     """(total, loss sums, hits, slots by draft step) of the samples, packed or not being no notion here."""
-    weights, shape, vocab_ids = dict(drafter.named_parameters()), drafter.config, drafter.vocab.ids.tolist()
+    weights, shape, vocab_ids = (
+        dict(drafter.named_parameters()),
+        drafter.config,
+        drafter.vocab.ids.tolist(),
+    )
     layer = {name.removeprefix("layers.0."): w for name, w in weights.items()}
-    sums, hits, slots, rows = [torch.zeros((), dtype=torch.float64) for _ in range(n_steps)], [0] * n_steps, [0] * n_steps, 0
+    sums, hits, slots, rows = (
+        [torch.zeros((), dtype=torch.float64) for _ in range(n_steps)],
+        [0] * n_steps,
+        [0] * n_steps,
+        0,
+    )
     for sample in samples:
-        ids, mask, states = sample["input_ids"].tolist(), sample["loss_mask"].tolist(), sample["states"]
+        ids, mask, states = (
+            sample["input_ids"].tolist(),
+            sample["loss_mask"].tolist(),
+            sample["states"],
+        )
 
         def mixed(token, hidden):
-            return torch.cat([norm(weights["embed_tokens.weight"][token], layer["input_layernorm.weight"]), norm(hidden, layer["hidden_norm.weight"])])
+            return torch.cat(
+                [
+                    norm(weights["embed_tokens.weight"][token], layer["input_layernorm.weight"]),
+                    norm(hidden, layer["hidden_norm.weight"]),
+                ]
+            )
 
         def fused(j):
             parts = [states[b][j] for b in sorted(BOUNDARIES)]
@@ -93,35 +118,55 @@ def reference_loss(drafter, samples, head, n_steps, decay, loss_name="kl", mask_
         values0 = [heads(x, layer["self_attn.v_proj.weight"]) for x in x0]
         seen = 0  # slots up to the last one that any step of any slot reads
         for j in range(len(ids) - 1):
-            hidden, keys, values = hidden0[j], keys0[: j + 1], values0[: j + 1]  # grows by the slot's own keys of the later steps
+            hidden, keys, values = (
+                hidden0[j],
+                keys0[: j + 1],
+                values0[: j + 1],
+            )  # grows by the slot's own keys of the later steps
             for s in range(n_steps):
-                if not (j + 1 + s < len(ids) and all(mask[j + mask_shift : j + mask_shift + s + 1])):
+                if not (
+                    j + 1 + s < len(ids) and all(mask[j + mask_shift : j + mask_shift + s + 1])
+                ):
                     break
                 seen = max(seen, j + s + 1)
                 x = mixed(ids[j + 1 + s], hidden)
                 if s:
-                    keys, values = [*keys, heads(x, layer["self_attn.k_proj.weight"], j + s)], [*values, heads(x, layer["self_attn.v_proj.weight"])]
+                    keys, values = (
+                        [*keys, heads(x, layer["self_attn.k_proj.weight"], j + s)],
+                        [*values, heads(x, layer["self_attn.v_proj.weight"])],
+                    )
                 attended = []
                 for h, q in enumerate(heads(x, layer["self_attn.q_proj.weight"], j + s)):
                     group = h // (SHAPE.n_heads // SHAPE.n_kv_heads)
-                    p = torch.stack([q @ k[group] / math.sqrt(SHAPE.head_dim) for k in keys]).softmax(0)
+                    p = torch.stack(
+                        [q @ k[group] / math.sqrt(SHAPE.head_dim) for k in keys]
+                    ).softmax(0)
                     attended.append(sum(w * v[group] for w, v in zip(p, values)))
                 out = hidden + layer["self_attn.o_proj.weight"] @ torch.cat(attended)
                 normed = norm(out, layer["post_attention_layernorm.weight"])
                 gate = layer["mlp.gate_proj.weight"] @ normed
-                out = out + layer["mlp.down_proj.weight"] @ (gate / (1 + (-gate).exp()) * (layer["mlp.up_proj.weight"] @ normed))
+                out = out + layer["mlp.down_proj.weight"] @ (
+                    gate / (1 + (-gate).exp()) * (layer["mlp.up_proj.weight"] @ normed)
+                )
                 hidden = norm(out, weights["norm.weight"]) if shape.norm_output else out
                 following = ids[j + 2 + s] if j + 2 + s < len(ids) else None
                 if following not in vocab_ids:
                     continue
-                log_q = (weights["lm_head.weight"] @ norm(out, weights["norm.weight"])).log_softmax(0)
+                log_q = (weights["lm_head.weight"] @ norm(out, weights["norm.weight"])).log_softmax(
+                    0
+                )
                 logits = head.lm_head @ head.normed(states[max(states)][j + 1 + s])
-                sums[s] = sums[s] + row_loss(loss_name, log_q, logits[vocab_ids].softmax(0), logits.softmax(0)[vocab_ids])
+                sums[s] = sums[s] + row_loss(
+                    loss_name, log_q, logits[vocab_ids].softmax(0), logits.softmax(0)[vocab_ids]
+                )
                 hits[s] += vocab_ids[int(log_q.argmax())] == following
                 slots[s] += 1
         rows += seen
     step_weights = [decay**s for s in range(n_steps)]
-    total = sum(w / sum(step_weights) * loss / max(rows if grid else n, 1) for w, loss, n in zip(step_weights, sums, slots))
+    total = sum(
+        w / sum(step_weights) * loss / max(rows if grid else n, 1)
+        for w, loss, n in zip(step_weights, sums, slots)
+    )
     return total, [float(loss.detach()) for loss in sums], hits, slots
 
 
@@ -129,7 +174,9 @@ class WideHead(Head):
     """In float64."""
 
     def normed(self, states):
-        return states / (states.square().mean(-1, keepdim=True) + self.eps).sqrt() * self.norm_weight
+        return (
+            states / (states.square().mean(-1, keepdim=True) + self.eps).sqrt() * self.norm_weight
+        )
 
 
 def make_head():
@@ -143,7 +190,13 @@ MASKS = {
     "turns": [[0, 0, 1, 1, 1, 0, 0, 1, 0, 0, 1, 1, 1, 1, 0]],
     "cut": [[0, 0, 0, 1, 1, 1, 1, 1]],
     "from the first token": [[1, 1, 1, 1, 1, 1, 0, 0, 1, 1]],
-    "packed": [[0, 0, 0, 1, 1, 1, 1, 0, 0], [0, 1, 0], [0, 0, 1, 1, 1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1, 1]],
+    "packed": [
+        [0, 0, 0, 1, 1, 1, 1, 0, 0],
+        [0, 1, 0],
+        [0, 0, 1, 1, 1, 0, 1, 1],
+        [0, 0, 0, 0],
+        [1, 1, 1, 1, 1],
+    ],
 }
 
 
@@ -154,14 +207,29 @@ def both_losses(masks, n_steps, decay, loss="kl", mask_shift=1, grid=False, **sw
     for reference in (False, True):
         drafter = make_drafter(**switches)
         if reference:
-            total, *rest = reference_loss(drafter, samples.values(), head, n_steps, decay, loss, mask_shift, grid)
+            total, *rest = reference_loss(
+                drafter, samples.values(), head, n_steps, decay, loss, mask_shift, grid
+            )
         else:
-            batch = pack(list(samples.items()), BOUNDARIES, drafter.vocab, n_steps, torch.float64, mask_shift)
-            teacher, counts = Teacher(head, drafter.vocab, torch.float64, LOSSES[loss].whole_vocab), [len(batch.tokens)] * n_steps if grid else None
-            losses = batch_loss(drafter, batch, teacher, LOSSES[loss], step_weights(n_steps, decay), counts)
+            batch = pack(
+                list(samples.items()), BOUNDARIES, drafter.vocab, n_steps, torch.float64, mask_shift
+            )
+            teacher, counts = (
+                Teacher(head, drafter.vocab, torch.float64, LOSSES[loss].whole_vocab),
+                [len(batch.tokens)] * n_steps if grid else None,
+            )
+            losses = batch_loss(
+                drafter, batch, teacher, LOSSES[loss], step_weights(n_steps, decay), counts
+            )
             total, rest = losses.total, [losses.loss, losses.hits, losses.slots]
         total.backward()
-        results.append((float(total.detach()), *rest, {name: p.grad for name, p in drafter.named_parameters() if p.requires_grad}))
+        results.append(
+            (
+                float(total.detach()),
+                *rest,
+                {name: p.grad for name, p in drafter.named_parameters() if p.requires_grad},
+            )
+        )
     return results
 
 
@@ -170,22 +238,37 @@ def assert_equal_losses(ours, reference):
     assert slots == slots_r and sum(slots) > 0 and hits == hits_r
     assert total == pytest.approx(total_r, abs=1e-9) and loss == pytest.approx(loss_r, abs=1e-9)
     for name, grad in grads_r.items():
-        torch.testing.assert_close(grads[name], torch.zeros_like(grads[name]) if grad is None else grad, rtol=0, atol=1e-9, msg=name)
+        torch.testing.assert_close(
+            grads[name],
+            torch.zeros_like(grads[name]) if grad is None else grad,
+            rtol=0,
+            atol=1e-9,
+            msg=name,
+        )
 
 
 @pytest.mark.parametrize("n_steps", range(1, 8))
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 def test_loss_and_gradients_equal_the_reference(masks, n_steps, monkeypatch):
-    monkeypatch.setattr(eyas.training.head_loss, "LOGIT_ROWS", 7)  # more than one chunk, the last one cut
+    monkeypatch.setattr(
+        eyas.training.head_loss, "LOGIT_ROWS", 7
+    )  # more than one chunk, the last one cut
     monkeypatch.setattr(eyas.training.head_loss, "PIECE_ROWS", 3)
     assert_equal_losses(*both_losses(masks, n_steps, decay=0.8))
 
 
 @pytest.mark.parametrize("masks", [MASKS["turns"], MASKS["packed"]], ids=["turns", "packed"])
-@pytest.mark.parametrize("change", [
-    {"mask_shift": 0}, {"grid": True}, {"fc_norm": True}, {"norm_output": True},
-    {"mask_shift": 0, "grid": True, "fc_norm": True, "norm_output": True, "loss": "lk_lambda"},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mask_shift": 0},
+        {"grid": True},
+        {"fc_norm": True},
+        {"norm_output": True},
+        {"mask_shift": 0, "grid": True, "fc_norm": True, "norm_output": True, "loss": "lk_lambda"},
+    ],
+    ids=str,
+)
 def test_every_variant_equals_the_reference(masks, change):
     assert_equal_losses(*both_losses(masks, 3, 0.8, **change))
 
@@ -193,7 +276,9 @@ def test_every_variant_equals_the_reference(masks, change):
 @pytest.mark.parametrize("n_steps", range(1, 8))
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "kl"])
 def test_every_loss_equals_the_reference(loss, n_steps):
-    ours, reference = both_losses([[0, 1, 1, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 1]], n_steps, 0.8, loss)
+    ours, reference = both_losses(
+        [[0, 1, 1, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 1]], n_steps, 0.8, loss
+    )
     assert_equal_losses(ours, reference)
     assert all(reference[3]), "every step has a supervised slot"
 
@@ -215,9 +300,20 @@ def test_parts_have_equal_shares_of_the_work():
         work = {id: slot_rows + rows / active for id, active, rows in sizes if active}
         for n in (1, 2, 3, 7):
             parts = deal(sizes, n, slot_rows)
-            slots = [(id, slot) for part in parts for id, share in part for slot in range(share.start, share.stop)]
-            assert sorted(slots) == sorted((id, slot) for id, active, _ in sizes for slot in range(active)) and len(parts) == n
-            of_parts = [sum(work[id] * (share.stop - share.start) for id, share in part) for part in parts]
+            slots = [
+                (id, slot)
+                for part in parts
+                for id, share in part
+                for slot in range(share.start, share.stop)
+            ]
+            assert (
+                sorted(slots)
+                == sorted((id, slot) for id, active, _ in sizes for slot in range(active))
+                and len(parts) == n
+            )
+            of_parts = [
+                sum(work[id] * (share.stop - share.start) for id, share in part) for part in parts
+            ]
             assert all(abs(found - sum(of_parts) / n) <= max(work.values()) for found in of_parts)
     assert deal([("a", 1, 9)], 2, 12)[0] == [] or deal([("a", 1, 9)], 2, 12)[1] == []
 
@@ -230,31 +326,76 @@ def test_a_sample_that_is_cut_gives_what_it_gives_whole(n_steps):
     for cuts in ([slice(None)], [slice(0, 2), slice(2, None)]):
         drafter, total, slots = make_drafter(), 0.0, 0
         for share in cuts:
-            batch = pack(list(samples.items()), BOUNDARIES, drafter.vocab, n_steps, torch.float64, shares=[share] * len(samples))
-            losses = batch_loss(drafter, batch, Teacher(head, drafter.vocab, torch.float64), LOSSES["kl"], step_weights(n_steps, 0.8), [10] * n_steps)
+            batch = pack(
+                list(samples.items()),
+                BOUNDARIES,
+                drafter.vocab,
+                n_steps,
+                torch.float64,
+                shares=[share] * len(samples),
+            )
+            losses = batch_loss(
+                drafter,
+                batch,
+                Teacher(head, drafter.vocab, torch.float64),
+                LOSSES["kl"],
+                step_weights(n_steps, 0.8),
+                [10] * n_steps,
+            )
             losses.total.backward()
             total, slots = total + float(losses.total.detach()), slots + sum(losses.slots)
-        found.append((total, slots, {name: p.grad for name, p in drafter.named_parameters() if p.requires_grad}))
+        found.append(
+            (
+                total,
+                slots,
+                {name: p.grad for name, p in drafter.named_parameters() if p.requires_grad},
+            )
+        )
     assert found[0][:2] == pytest.approx(found[1][:2], abs=1e-9)
     for name, grad in found[0][2].items():
         torch.testing.assert_close(found[1][2][name], grad, rtol=0, atol=1e-9, msg=name)
 
 
 def test_order_and_packing_change_nothing():
-    head, samples = make_head(), {str(i): make_sample(mask, seed=i) for i, mask in enumerate(MASKS["packed"])}
+    head, samples = (
+        make_head(),
+        {str(i): make_sample(mask, seed=i) for i, mask in enumerate(MASKS["packed"])},
+    )
 
     def losses(*packs, counts=None):
         drafter, found = make_drafter(), []
         for ids in packs:
-            batch = pack([(id, samples[id]) for id in ids], BOUNDARIES, drafter.vocab, 3, torch.float64)
-            found.append(batch_loss(drafter, batch, Teacher(head, drafter.vocab, torch.float64), LOSSES["kl"], step_weights(3, 1.0), counts))
+            batch = pack(
+                [(id, samples[id]) for id in ids], BOUNDARIES, drafter.vocab, 3, torch.float64
+            )
+            found.append(
+                batch_loss(
+                    drafter,
+                    batch,
+                    Teacher(head, drafter.vocab, torch.float64),
+                    LOSSES["kl"],
+                    step_weights(3, 1.0),
+                    counts,
+                )
+            )
             found[-1].total.backward()  # gradients of several packs add up
-        sums = [[sum(column) for column in zip(*parts)] for parts in zip(*((each.loss, each.hits, each.slots) for each in found))]
-        return sum(float(each.total.detach()) for each in found), *sums, {name: p.grad for name, p in drafter.named_parameters() if p.requires_grad}
+        sums = [
+            [sum(column) for column in zip(*parts)]
+            for parts in zip(*((each.loss, each.hits, each.slots) for each in found))
+        ]
+        return (
+            sum(float(each.total.detach()) for each in found),
+            *sums,
+            {name: p.grad for name, p in drafter.named_parameters() if p.requires_grad},
+        )
 
     whole = losses("01234")
     assert whole[-1]["layers.0.self_attn.k_proj.weight"].abs().max() > 1e-3
-    for others in (losses("40321"), losses(*"01234", counts=whole[3]), losses("31", "024", counts=whole[3])):
+    for others in (
+        losses("40321"),
+        losses(*"01234", counts=whole[3]),
+        losses("31", "024", counts=whole[3]),
+    ):
         assert_equal_losses(others, whole)
 
 
@@ -263,22 +404,43 @@ def test_supervised_slots_by_hand():
     drafter = make_drafter()
     sample = make_sample([0, 0, 0, 1, 1, 1, 1, 0])
     batch = pack([("a", sample)], BOUNDARIES, drafter.vocab, 3, torch.float64)
-    assert batch.active.tolist() == [2, 3, 4, 5] and batch.run.tolist() == [3, 3, 2, 1] and batch.spans == [(0, 6)]
-    assert torch.equal(batch.tokens[batch.active], sample["input_ids"][3:7]) and torch.equal(batch.last, sample["states"][3][3:7])
+    assert (
+        batch.active.tolist() == [2, 3, 4, 5]
+        and batch.run.tolist() == [3, 3, 2, 1]
+        and batch.spans == [(0, 6)]
+    )
+    assert torch.equal(batch.tokens[batch.active], sample["input_ids"][3:7]) and torch.equal(
+        batch.last, sample["states"][3][3:7]
+    )
     assert torch.equal(batch.labels, drafter.vocab.to_draft(sample["input_ids"][4:8]))
 
 
 def test_schedule_and_plan():
     factors = [schedule(step, 20, 4) for step in range(20)]
-    assert factors[:4] == [0.25, 0.5, 0.75, 1.0] and factors[4] == 1.0 and factors == sorted(factors[:4]) + sorted(factors[4:], reverse=True)
+    assert (
+        factors[:4] == [0.25, 0.5, 0.75, 1.0]
+        and factors[4] == 1.0
+        and factors == sorted(factors[:4]) + sorted(factors[4:], reverse=True)
+    )
     assert factors[12] == pytest.approx(0.5) and 0 < factors[-1] < 0.02
     lengths = {f"s{i}": 10 + i for i in range(10)}  # 145 tokens
     steps = plan(lengths, 2.5, 40, seed=1)
     by_epoch = [[id for epoch, ids in steps if epoch == e for id in ids] for e in range(3)]
-    assert [len(ids) for ids in by_epoch] == [10, 10, 5] and sorted(by_epoch[0]) == sorted(lengths) and by_epoch[0] != by_epoch[1]
+    assert (
+        [len(ids) for ids in by_epoch] == [10, 10, 5]
+        and sorted(by_epoch[0]) == sorted(lengths)
+        and by_epoch[0] != by_epoch[1]
+    )
     assert all(sum(lengths[id] for id in ids) <= 40 for _, ids in steps)
-    assert steps == plan(dict(reversed(lengths.items())), 2.5, 40, seed=1) != plan(lengths, 2.5, 40, seed=2)
-    assert plan({"long": 100, "short": 10}, 1.0, 40, seed=0)[0][1] in (["long"], ["short"])  # a sample above the limit has a pack of its own
+    assert (
+        steps
+        == plan(dict(reversed(lengths.items())), 2.5, 40, seed=1)
+        != plan(lengths, 2.5, 40, seed=2)
+    )
+    assert plan({"long": 100, "short": 10}, 1.0, 40, seed=0)[0][1] in (
+        ["long"],
+        ["short"],
+    )  # a sample above the limit has a pack of its own
 
 
 # ---- runs, on a tiny target with a store of its own
@@ -288,25 +450,56 @@ N_BLOCKS = 6
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    return load_target(str(make_tiny_target(tmp_path_factory.mktemp("targets") / "tiny", n_blocks=N_BLOCKS)))
+    return load_target(
+        str(make_tiny_target(tmp_path_factory.mktemp("targets") / "tiny", n_blocks=N_BLOCKS))
+    )
 
 
-def write_store(folder: Path, target, boundaries=(2, 3, N_BLOCKS), n_samples: int = 12, bad: str = "", empty: str = "", seed: int = 0, prefix: str = "s",
-                topics: dict[str, str] | None = None, dtype: str = "bfloat16") -> Path:
+def write_store(
+    folder: Path,
+    target,
+    boundaries=(2, 3, N_BLOCKS),
+    n_samples: int = 12,
+    bad: str = "",
+    empty: str = "",
+    seed: int = 0,
+    prefix: str = "s",
+    topics: dict[str, str] | None = None,
+    dtype: str = "bfloat16",
+) -> Path:
     manifest = {
-        "target": {"name": target.name, "fingerprint": target.fingerprint, "rms_norm_eps": target.rms_norm_eps}, "boundaries": list(boundaries),
-        "dtype": dtype, "hidden_size": target.hidden_size, "prompts": {"hash": None},
+        "target": {
+            "name": target.name,
+            "fingerprint": target.fingerprint,
+            "rms_norm_eps": target.rms_norm_eps,
+        },
+        "boundaries": list(boundaries),
+        "dtype": dtype,
+        "hidden_size": target.hidden_size,
+        "prompts": {"hash": None},
     }
     samples, g = [], torch.Generator().manual_seed(seed)
     for i in range(n_samples):
         length = int(torch.randint(12, 30, (1,), generator=g))
         mask = torch.arange(length) >= length // 2
-        states = {b: torch.randn(length, target.hidden_size, generator=g).bfloat16() for b in boundaries}
+        states = {
+            b: torch.randn(length, target.hidden_size, generator=g).bfloat16() for b in boundaries
+        }
         if f"{prefix}{i}" == bad:
             states[boundaries[0]][length // 2, 0] = math.nan
         id = f"{prefix}{i}"
         ids = torch.randint(0, 60, (length,), generator=g)
-        samples.append(Rows(id, "heldout" if i % 6 == 5 else "train", "chat", ids, mask & (id != empty), states, topic=(topics or {}).get(id, "")))
+        samples.append(
+            Rows(
+                id,
+                "heldout" if i % 6 == 5 else "train",
+                "chat",
+                ids,
+                mask & (id != empty),
+                states,
+                topic=(topics or {}).get(id, ""),
+            )
+        )
     return stores.write_store(folder, manifest, target.head(), samples).folder
 
 
@@ -316,26 +509,66 @@ def store(tmp_path, target):
 
 
 def config_for(**values) -> Config:
-    return Config.create(**{"run_name": "tiny", "boundaries": (2, 3), "threads": 1, "draft_vocab_size": 40, "epochs": 3.0, "batch_tok": 64, "max_length": 512, "without_parity": True, **values})
+    return Config.create(
+        **{
+            "run_name": "tiny",
+            "boundaries": (2, 3),
+            "threads": 1,
+            "draft_vocab_size": 40,
+            "epochs": 3.0,
+            "batch_tok": 64,
+            "max_length": 512,
+            "without_parity": True,
+            **values,
+        }
+    )
 
 
-@pytest.mark.parametrize("change, settings", [
-    ({"pass_tok": 24}, {}), ({"threads": 3}, {}), ({"pass_tok": 24, "threads": 2}, {}), ({"threads": 2}, {"fc_norm": True}), ({"threads": 16}, {"epochs": 1.0}),  # more than weights, and than slots of a step
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "change, settings",
+    [
+        ({"pass_tok": 24}, {}),
+        ({"threads": 3}, {}),
+        ({"pass_tok": 24, "threads": 2}, {}),
+        ({"threads": 2}, {"fc_norm": True}),
+        ({"threads": 16}, {"epochs": 1.0}),  # more than weights, and than slots of a step
+    ],
+    ids=str,
+)
 def test_passes_and_threads_change_nothing(data, store, target, monkeypatch, change, settings):
     """A step cut into passes is the step: same order of samples, same slots, weights and held-out losses that differ by rounding alone; threads repeat bit for bit."""
-    monkeypatch.setattr(eyas.training.trainer, "JUDGED", 1)  # more groups of held-out samples than processes
+    monkeypatch.setattr(
+        eyas.training.trainer, "JUDGED", 1
+    )  # more groups of held-out samples than processes
     drafters, tables = [], []
     for name, values in (("whole", {}), ("passes", change), ("again", change)):
-        folder = train(config_for(**{"run_name": name, "train_dtype": "float32", "batch_tok": 128, **settings, **values}), store, target)
+        folder = train(
+            config_for(
+                **{
+                    "run_name": name,
+                    "train_dtype": "float32",
+                    "batch_tok": 128,
+                    **settings,
+                    **values,
+                }
+            ),
+            store,
+            target,
+        )
         drafters.append(load_drafter(folder, target).state_dict())
         tables.append(pd.read_parquet(folder / "metrics.parquet").drop(columns="seconds"))
     whole, passes, again = tables
-    pd.testing.assert_frame_equal(whole.drop(columns=["accuracy", "acceptance_length"]), passes.drop(columns=["accuracy", "acceptance_length"]), rtol=1e-4)
+    pd.testing.assert_frame_equal(
+        whole.drop(columns=["accuracy", "acceptance_length"]),
+        passes.drop(columns=["accuracy", "acceptance_length"]),
+        rtol=1e-4,
+    )
     pd.testing.assert_frame_equal(passes, again)
     assert passes["acceptance_length"].notna().any()
     for name, tensor in drafters[0].items():
-        torch.testing.assert_close(drafters[1][name], tensor.float(), rtol=1e-3, atol=2e-5, msg=name)
+        torch.testing.assert_close(
+            drafters[1][name], tensor.float(), rtol=1e-3, atol=2e-5, msg=name
+        )
         assert torch.equal(drafters[1][name], drafters[2][name]), name
 
 
@@ -357,31 +590,78 @@ Path(sys.argv[4], f"judged-{ranks.RANK}").write_text(" ".join(judged))
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_give_the_result_of_one(data, store, target, tmp_path, parallel, capsys):
     """With gloo on this machine, under torchrun; some steps have a single sample, so one rank has nothing of its own. Each judges its share of the held-out samples. A checkpoint of two ranks goes on with one."""
-    values = {name: getattr(config_for(), name) for name in ("boundaries", "threads", "draft_vocab_size", "batch_tok", "without_parity")} | {"train_dtype": "float32", "parallel": parallel}
-    single = load_drafter(train(Config.create(**values, run_name="single", epochs=3.0), store, target), target).state_dict()
+    values = {
+        name: getattr(config_for(), name)
+        for name in ("boundaries", "threads", "draft_vocab_size", "batch_tok", "without_parity")
+    } | {"train_dtype": "float32", "parallel": parallel}
+    single = load_drafter(
+        train(Config.create(**values, run_name="single", epochs=3.0), store, target), target
+    ).state_dict()
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
-    environment = {**os.environ, "PYTHONPATH": str(Path(eyas.__file__).parents[1]), "EYAS_DATA": str(data), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run([*command, repr(values | {"run_name": "two", "epochs": 3.0}), str(store.folder), str(target.folder), str(tmp_path)], env=environment, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(eyas.__file__).parents[1]),
+        "EYAS_DATA": str(data),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
+    done = subprocess.run(
+        [
+            *command,
+            repr(values | {"run_name": "two", "epochs": 3.0}),
+            str(store.folder),
+            str(target.folder),
+            str(tmp_path),
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     folder = data / "runs" / "two" / "drafter"
     two = load_drafter(folder, target).state_dict()
     for name, tensor in single.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=2e-5, msg=name)
-    metrics, alone = (pd.read_parquet(data / "runs" / name / "drafter" / "metrics.parquet") for name in ("two", "single"))
+    metrics, alone = (
+        pd.read_parquet(data / "runs" / name / "drafter" / "metrics.parquet")
+        for name in ("two", "single")
+    )
     assert metrics["slots"].equals(alone["slots"]) and metrics["tok"].equals(alone["tok"])
-    assert metrics["loss"].tolist() == pytest.approx(alone["loss"].tolist(), rel=1e-3) and 1 in {len(ids) for _, ids in plan(lengths_of(store), 3.0, 64, 0)}
-    assert metrics["acceptance_length"].equals(alone["acceptance_length"]) and metrics["acceptance_length"].notna().sum() == 9
+    assert metrics["loss"].tolist() == pytest.approx(alone["loss"].tolist(), rel=1e-3) and 1 in {
+        len(ids) for _, ids in plan(lengths_of(store), 3.0, 64, 0)
+    }
+    assert (
+        metrics["acceptance_length"].equals(alone["acceptance_length"])
+        and metrics["acceptance_length"].notna().sum() == 9
+    )
     shares = [(tmp_path / f"judged-{rank}").read_text().split() for rank in (0, 1)]
-    assert len(shares[0]) == len(shares[1]) == 3 and set(shares[0]) | set(shares[1]) == set(store.samples("heldout")) == {"s5", "s11"}  # of three evaluations
+    assert len(shares[0]) == len(shares[1]) == 3 and set(shares[0]) | set(shares[1]) == set(
+        store.samples("heldout")
+    ) == {"s5", "s11"}  # of three evaluations
     for kept in sorted((folder / "checkpoints").iterdir())[1:]:
         kept.unlink()
     steps = []
     capsys.readouterr()
-    train(Config.create(**values, run_name="two", epochs=3.0), store, target, on_step=lambda done: steps.append(done["step"]))
+    train(
+        Config.create(**values, run_name="two", epochs=3.0),
+        store,
+        target,
+        on_step=lambda done: steps.append(done["step"]),
+    )
     assert steps and steps[0] > 1
-    assert "note: begun with ranks 2, now 1: the same training to rounding, no longer bit for bit" in capsys.readouterr().out
+    assert (
+        "note: begun with ranks 2, now 1: the same training to rounding, no longer bit for bit"
+        in capsys.readouterr().out
+    )
     for name, tensor in load_drafter(folder, target).state_dict().items():
         torch.testing.assert_close(tensor, single[name], rtol=1e-3, atol=2e-5, msg=name)
 
@@ -396,18 +676,37 @@ def test_learns_and_reports(data, store, target):
     config = config_for(epochs=30.0, train_dtype="float32")
     folder = train(config, store, target, on_step=seen.append)
     metrics = pd.read_parquet(folder / "metrics.parquet")
-    assert list(metrics.columns) == ["step", "epoch", "split", "draft_step", "loss", "accuracy", "slots", "tok", "seconds", "acceptance_length"]
+    assert list(metrics.columns) == [
+        "step",
+        "epoch",
+        "split",
+        "draft_step",
+        "loss",
+        "accuracy",
+        "slots",
+        "tok",
+        "seconds",
+        "acceptance_length",
+    ]
     training = metrics[metrics["split"] == "train"]
     by_epoch = training[training["draft_step"] == 0].groupby("epoch")["loss"].mean()
     assert by_epoch.iloc[-1] < by_epoch.iloc[0] - 0.5
     assert metrics[metrics["split"] == "heldout"].groupby("epoch").size().tolist() == [3] * 30
-    assert len(seen) == training["step"].max() == len(training) // 3 and not metrics[["loss", "slots"]].isna().any().any()
+    assert (
+        len(seen) == training["step"].max() == len(training) // 3
+        and not metrics[["loss", "slots"]].isna().any().any()
+    )
     assert load_drafter(folder, target).config.draft_vocab_size == 40
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_seed_repeats_bit_for_bit(data, store, target, dtype):
-    a, b, c = (load_drafter(train(config_for(run_name=name, seed=seed, train_dtype=dtype), store, target), target) for name, seed in (("a", 3), ("b", 3), ("c", 4)))
+    a, b, c = (
+        load_drafter(
+            train(config_for(run_name=name, seed=seed, train_dtype=dtype), store, target), target
+        )
+        for name, seed in (("a", 3), ("b", 3), ("c", 4))
+    )
     assert all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values()))
     assert not torch.equal(a.fc.weight, c.fc.weight)
 
@@ -467,13 +766,37 @@ def killed(target, tmp_path_factory):
     """(data folder, store, config of a case's run): each of KILLS begun and killed, in a process of its own."""
     folder = tmp_path_factory.mktemp("killed")
     store = Store.open(write_store(folder / "store", target))
-    assert [epoch for epoch, _ in plan(lengths_of(store), 2.0, 64, 0)] == [0] * ENDS[0] + [1] * (ENDS[1] - ENDS[0])
-    configs = {name: config_for(run_name=name.replace(" ", "-").replace("'", ""), epochs=2.0, threads=threads, checkpoint_steps=2) for name, (_, _, threads, _) in KILLS.items()}
-    cases = {name: (KILLS[name][0], KILLS[name][1], config.changed) for name, config in configs.items()}
-    environment = {**os.environ, "PYTHONPATH": str(Path(eyas.__file__).parents[1]), "EYAS_DATA": str(folder / "data"), "OMP_NUM_THREADS": "1"}
-    process = subprocess.run([sys.executable, "-c", KILLED, repr(cases), str(store.folder), str(target.folder)], env=environment, capture_output=True, text=True)
+    assert [epoch for epoch, _ in plan(lengths_of(store), 2.0, 64, 0)] == [0] * ENDS[0] + [1] * (
+        ENDS[1] - ENDS[0]
+    )
+    configs = {
+        name: config_for(
+            run_name=name.replace(" ", "-").replace("'", ""),
+            epochs=2.0,
+            threads=threads,
+            checkpoint_steps=2,
+        )
+        for name, (_, _, threads, _) in KILLS.items()
+    }
+    cases = {
+        name: (KILLS[name][0], KILLS[name][1], config.changed) for name, config in configs.items()
+    }
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(eyas.__file__).parents[1]),
+        "EYAS_DATA": str(folder / "data"),
+        "OMP_NUM_THREADS": "1",
+    }
+    process = subprocess.run(
+        [sys.executable, "-c", KILLED, repr(cases), str(store.folder), str(target.folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert process.returncode == 0, process.stderr
-    assert [line for line in process.stdout.splitlines() if line.rpartition(" ")[0] in KILLS] == [f"{name} {-signal.SIGKILL}" for name in KILLS], process.stdout + process.stderr
+    assert [line for line in process.stdout.splitlines() if line.rpartition(" ")[0] in KILLS] == [
+        f"{name} {-signal.SIGKILL}" for name in KILLS
+    ], process.stdout + process.stderr
     return folder / "data", store, configs
 
 
@@ -487,53 +810,92 @@ def undisturbed(killed, target):
         if threads not in made:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("EYAS_DATA", str(data))
-                made[threads] = train(config_for(run_name=f"undisturbed-{threads}", epochs=2.0, threads=threads), store, target)
+                made[threads] = train(
+                    config_for(run_name=f"undisturbed-{threads}", epochs=2.0, threads=threads),
+                    store,
+                    target,
+                )
         return made[threads]
 
     return make
 
 
 @pytest.mark.parametrize("case", KILLS)
-def test_killed_and_started_again_gives_the_same_run(killed, undisturbed, target, monkeypatch, case):
+def test_killed_and_started_again_gives_the_same_run(
+    killed, undisturbed, target, monkeypatch, case
+):
     data, store, configs = killed
     config, (where, at, threads, kept) = configs[case], KILLS[case]
     monkeypatch.setenv("EYAS_DATA", str(data))
     checkpoints = config.drafter_dir / "checkpoints"
-    assert [int(path.stem.removeprefix("step-")) for path in sorted(checkpoints.glob("step-*"))] == kept
-    assert not (config.drafter_dir / "drafter.safetensors").exists() and (config.drafter_dir / "best.safetensors").exists() == (at >= ENDS[0])
+    assert [
+        int(path.stem.removeprefix("step-")) for path in sorted(checkpoints.glob("step-*"))
+    ] == kept
+    assert not (config.drafter_dir / "drafter.safetensors").exists() and (
+        config.drafter_dir / "best.safetensors"
+    ).exists() == (at >= ENDS[0])
     assert len(list(checkpoints.glob(".*.tmp"))) == (where == "while a checkpoint is written")
-    assert pd.read_parquet(config.drafter_dir / "metrics.parquet")["step"].max() == at - (where == "between evaluation and checkpoint")
+    assert pd.read_parquet(config.drafter_dir / "metrics.parquet")["step"].max() == at - (
+        where == "between evaluation and checkpoint"
+    )
     steps = []
     train(config, store, target, on_step=lambda done: steps.append(done["step"]))
     assert steps == list(range((kept or [0])[-1] + 1, ENDS[1] + 1))
     whole = undisturbed(threads)
     for name in ("drafter.safetensors", "best.safetensors"):
         ours, theirs = load_file(config.drafter_dir / name), load_file(whole / name)
-        assert ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items()), name
-        ours, theirs = (drafter_record(folder / name) | {"code": ""} for folder in (config.drafter_dir, whole))
+        assert ours.keys() == theirs.keys() and all(
+            torch.equal(tensor, theirs[key]) for key, tensor in ours.items()
+        ), name
+        ours, theirs = (
+            drafter_record(folder / name) | {"code": ""} for folder in (config.drafter_dir, whole)
+        )
         assert ours == theirs
-    table, undisturbed_table = (pd.read_parquet(folder / "metrics.parquet").drop(columns="seconds") for folder in (config.drafter_dir, whole))
+    table, undisturbed_table = (
+        pd.read_parquet(folder / "metrics.parquet").drop(columns="seconds")
+        for folder in (config.drafter_dir, whole)
+    )
     pd.testing.assert_frame_equal(table, undisturbed_table)
     assert not table.duplicated(["step", "split", "draft_step"]).any()
     assert not list(config.drafter_dir.rglob(".*.tmp"))
     before = (config.drafter_dir / "drafter.safetensors").stat()
-    train(config, store, target, on_step=lambda done: pytest.fail("a finished run has nothing left to do"))
-    assert (config.drafter_dir / "drafter.safetensors").stat() == before, "its record names the code that trained it, and what was judged since is not older than it"
+    train(
+        config,
+        store,
+        target,
+        on_step=lambda done: pytest.fail("a finished run has nothing left to do"),
+    )
+    assert (config.drafter_dir / "drafter.safetensors").stat() == before, (
+        "its record names the code that trained it, and what was judged since is not older than it"
+    )
 
 
 def test_going_on_with_other_parts_is_said(data, store, target, capsys):
     """Other threads or pass_tok are the same training to rounding: no error, and no silence. A checkpoint that does not name its parts, as once, is taken as it is."""
     train(config_for(epochs=1.0), store, target)
-    for change, text in (({"threads": 2}, "threads 1, now 2"), ({"pass_tok": 24}, "pass_tok 0, now 24"), ({}, "")):
+    for change, text in (
+        ({"threads": 2}, "threads 1, now 2"),
+        ({"pass_tok": 24}, "pass_tok 0, now 24"),
+        ({}, ""),
+    ):
         capsys.readouterr()
         train(config_for(epochs=1.0, **change), store, target)
         said = [line for line in capsys.readouterr().out.splitlines() if "rounding" in line]
-        assert said == ([f"note: begun with {text}: the same training to rounding, no longer bit for bit"] if text else [])
+        assert said == (
+            [f"note: begun with {text}: the same training to rounding, no longer bit for bit"]
+            if text
+            else []
+        )
     path = max((config_for().drafter_dir / "checkpoints").iterdir())
     state = torch.load(path, weights_only=True)
     assert state.pop("parts") == {"threads": 1, "pass_tok": 0, "ranks": 1}
     torch.save(state, path)
-    train(config_for(epochs=1.0, threads=2), store, target, on_step=lambda done: pytest.fail("it had ended"))
+    train(
+        config_for(epochs=1.0, threads=2),
+        store,
+        target,
+        on_step=lambda done: pytest.fail("it had ended"),
+    )
     assert "rounding" not in capsys.readouterr().out
 
 
@@ -547,7 +909,11 @@ def test_checkpoint_of_something_else_is_refused(data, store, target, tmp_path):
         with pytest.raises(EyasError, match=text):
             train(config_for(**{"epochs": 1.0, **change}), store, target)
     with pytest.raises(EyasError, match="another store"):
-        train(config_for(epochs=1.0), Store.open(write_store(tmp_path / "other", target, n_samples=11)), target)
+        train(
+            config_for(epochs=1.0),
+            Store.open(write_store(tmp_path / "other", target, n_samples=11)),
+            target,
+        )
     path = max((config_for().drafter_dir / "checkpoints").iterdir())
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(EyasError, match="can't be read"):
@@ -560,8 +926,12 @@ def test_bad_input_gets_one_line(data, store, target, tmp_path):
     with pytest.raises(EyasError, match="draft vocabulary of 513"):
         train(config_for(draft_vocab_size=513), store, target)
     with pytest.raises(EyasError, match="no training sample"):
-        train(config_for(), Store.open(write_store(tmp_path / "empty", target, n_samples=0)), target)
-    other = load_target(str(make_tiny_target(tmp_path / "targets" / "other", n_blocks=N_BLOCKS, seed=1)))
+        train(
+            config_for(), Store.open(write_store(tmp_path / "empty", target, n_samples=0)), target
+        )
+    other = load_target(
+        str(make_tiny_target(tmp_path / "targets" / "other", n_blocks=N_BLOCKS, seed=1))
+    )
     with pytest.raises(EyasError, match="store was made for another target: tiny"):
         train(config_for(), store, other)
 
@@ -574,7 +944,9 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_sample(data, target, tmp_
     assert not (config_for().drafter_dir / "drafter.safetensors").exists()
 
 
-def test_a_process_that_is_killed_ends_the_run_and_the_same_command_goes_on(data, store, target, monkeypatch):
+def test_a_process_that_is_killed_ends_the_run_and_the_same_command_goes_on(
+    data, store, target, monkeypatch
+):
     """As the system kills one that takes too much memory, here when the other weights of step 8 are changed already: no half of a step is learned, and no process is left over."""
     update = Training._update
 
@@ -586,12 +958,21 @@ def test_a_process_that_is_killed_ends_the_run_and_the_same_command_goes_on(data
     config = config_for(run_name="other-killed", threads=2, checkpoint_steps=2)
     with monkeypatch.context() as patch:
         patch.setattr(Training, "_update", killed)
-        with pytest.raises(EyasError, match="a process that shares the training was killed.*the same command, which goes on at the last checkpoint"):
+        with pytest.raises(
+            EyasError,
+            match="a process that shares the training was killed.*the same command, which goes on at the last checkpoint",
+        ):
             train(config, store, target)
     assert not multiprocessing.active_children()
     steps = []
-    again = load_file(train(config, store, target, on_step=lambda done: steps.append(done["step"])) / "drafter.safetensors")
-    whole = load_file(train(config_for(run_name="whole", threads=2, checkpoint_steps=2), store, target) / "drafter.safetensors")
+    again = load_file(
+        train(config, store, target, on_step=lambda done: steps.append(done["step"]))
+        / "drafter.safetensors"
+    )
+    whole = load_file(
+        train(config_for(run_name="whole", threads=2, checkpoint_steps=2), store, target)
+        / "drafter.safetensors"
+    )
     assert steps[0] == 7 and all(torch.equal(tensor, again[name]) for name, tensor in whole.items())
 
 
@@ -603,12 +984,28 @@ def test_a_loss_that_jumps_stops_and_names_the_sample(data, store, target):
         training.optimise()
     with torch.no_grad():
         training.drafter.lm_head.weight.mul_(30)
-        alone = {id: float(batch_loss(training.drafter, training.read([id]), training.teacher, training.loss, training.weights).total) for id in training.steps[29][1]}
+        alone = {
+            id: float(
+                batch_loss(
+                    training.drafter,
+                    training.read([id]),
+                    training.teacher,
+                    training.loss,
+                    training.weights,
+                ).total
+            )
+            for id in training.steps[29][1]
+        }
     weights = {name: p.detach().clone() for name, p in training.trained.items()}
     worst = max(alone, key=alone.get)
-    with pytest.raises(EyasError, match=rf"step 30 jumped to [\d.]+, the median of the last 29 is 3.\d+; the most, {alone[worst]:.2f}, has sample {worst}; expected at most 3 times the median"):
+    with pytest.raises(
+        EyasError,
+        match=rf"step 30 jumped to [\d.]+, the median of the last 29 is 3.\d+; the most, {alone[worst]:.2f}, has sample {worst}; expected at most 3 times the median",
+    ):
         training.optimise()
-    assert all(torch.equal(weights[name], p) for name, p in training.trained.items())  # nothing of it was learned
+    assert all(
+        torch.equal(weights[name], p) for name, p in training.trained.items()
+    )  # nothing of it was learned
     training.close()
     calm = Training(config_for(epochs=30.0, spike_ratio=0.0), store, target)
     calm.begin()
@@ -629,26 +1026,51 @@ def test_an_empty_mask_stops_and_names_the_sample(data, target, tmp_path):
 def test_a_step_without_a_supervised_slot_stops_and_names_its_samples(data, target, tmp_path):
     """The answers' tokens after the first are in no draft vocabulary of one token."""
     with pytest.raises(EyasError, match=r"optimiser step \d+ has no supervised slot: samples s\d+"):
-        train(config_for(draft_vocab_size=1, batch_tok=1, epochs=5.0), Store.open(write_store(tmp_path / "some", target)), target)
+        train(
+            config_for(draft_vocab_size=1, batch_tok=1, epochs=5.0),
+            Store.open(write_store(tmp_path / "some", target)),
+            target,
+        )
 
 
-ALLOCATOR = RuntimeError("[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 123 bytes.")
+ALLOCATOR = RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 123 bytes."
+)
 
 
 @pytest.mark.parametrize("error", [ALLOCATOR, MemoryError()], ids=["torch", "Python"])
-@pytest.mark.parametrize("where, text", [
-    ("batch_loss", r"memory ran out in optimiser step 1: \d+ packed tokens in one pass, draft vocabulary 40, 3 draft steps; .*-p pass_tok 64"),
-    ("pack", r"memory ran out while the samples of optimiser step 1 were read: 5\d tokens; .*-p batch_tok 64, in another run: -p run_name NAME"),
-    ("walk", r"memory ran out while held-out samples were judged after optimiser step 1: 3\d tokens in one pass, draft vocabulary 40, [12] passes at once; .*-p pass_tok 64 or -p threads 1, which change"),
-    ("Training._update", r"memory ran out in optimiser step 1: \d+ packed tokens in one pass, draft vocabulary 40, 3 draft steps; .*-p pass_tok 64"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "where, text",
+    [
+        (
+            "batch_loss",
+            r"memory ran out in optimiser step 1: \d+ packed tokens in one pass, draft vocabulary 40, 3 draft steps; .*-p pass_tok 64",
+        ),
+        (
+            "pack",
+            r"memory ran out while the samples of optimiser step 1 were read: 5\d tokens; .*-p batch_tok 64, in another run: -p run_name NAME",
+        ),
+        (
+            "walk",
+            r"memory ran out while held-out samples were judged after optimiser step 1: 3\d tokens in one pass, draft vocabulary 40, [12] passes at once; .*-p pass_tok 64 or -p threads 1, which change",
+        ),
+        (
+            "Training._update",
+            r"memory ran out in optimiser step 1: \d+ packed tokens in one pass, draft vocabulary 40, 3 draft steps; .*-p pass_tok 64",
+        ),
+    ],
+)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_memory_that_runs_out_says_what_to_lower(data, store, target, monkeypatch, error, where, text, threads):
+def test_memory_that_runs_out_says_what_to_lower(
+    data, store, target, monkeypatch, error, where, text, threads
+):
     def full(*_):
         raise error
 
     owner, _, name = where.rpartition(".")
-    monkeypatch.setattr(getattr(eyas.training.trainer, owner) if owner else eyas.training.trainer, name, full)
+    monkeypatch.setattr(
+        getattr(eyas.training.trainer, owner) if owner else eyas.training.trainer, name, full
+    )
     with pytest.raises(EyasError, match=text):
         train(config_for(eval_steps=1, threads=threads), store, target)
 
@@ -658,68 +1080,136 @@ def test_memory_for_other_processes_that_is_not_there(data, store, target, monke
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(eyas.training.trainer, "shared", full)
-    with pytest.raises(EyasError, match="memory ran out where 2 processes for the training were begun; .*-p threads 1"):
+    with pytest.raises(
+        EyasError,
+        match="memory ran out where 2 processes for the training were begun; .*-p threads 1",
+    ):
         train(config_for(threads=2), store, target)
 
 
-@pytest.mark.parametrize("error, is_memory", [
-    (ALLOCATOR, True), (MemoryError(), True), (torch.OutOfMemoryError("CUDA out of memory."), True), (RuntimeError("std::bad_alloc"), True),
-    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False), (ValueError("memory"), False), (EyasError("memory"), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "error, is_memory",
+    [
+        (ALLOCATOR, True),
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            True,
+        ),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("memory"), False),
+        (EyasError("memory"), False),
+    ],
+)
 def test_which_errors_are_taken_for_memory(error, is_memory):
     raised = EyasError if is_memory else type(error)
     words = "found; expected less; next: lower it" if is_memory else re.escape(str(error))
-    with pytest.raises(raised, match=words), eyas.training.trainer.memory("found", "less", "lower it"):
+    with (
+        pytest.raises(raised, match=words),
+        eyas.training.trainer.memory("found", "less", "lower it"),
+    ):
         raise error
 
 
 def test_held_out_samples_are_judged_by_pass_tok(data, target, tmp_path):
     """Five of 12 to 29 tokens: in one pass, or in several of at most 40; what is judged is the same. A sample above the limit has a pass of its own."""
     store, found = Store.open(write_store(tmp_path / "store", target, n_samples=30)), []
-    lengths = {row.id: int(row.length) for row in store.index[store.index["split"] == "heldout"].itertuples()}
+    lengths = {
+        row.id: int(row.length)
+        for row in store.index[store.index["split"] == "heldout"].itertuples()
+    }
     for pass_tok in (0, 40, 1):
-        training = Training(config_for(run_name=f"by-{pass_tok}", train_dtype="float32", pass_tok=pass_tok), store, target)
+        training = Training(
+            config_for(run_name=f"by-{pass_tok}", train_dtype="float32", pass_tok=pass_tok),
+            store,
+            target,
+        )
         groups, judge = [], training._judge
-        training._judge = lambda keys, groups=groups, judge=judge: groups.append(keys) or judge(keys)
+        training._judge = lambda keys, groups=groups, judge=judge: (
+            groups.append(keys) or judge(keys)
+        )
         training.begin()
         training.step = 1  # with the first weights
         training.evaluate()
         training.close()
         found.append((groups, training.metrics))
     (whole, first), (several, _), (single, _) = found
-    assert (len(whole), len(single)) == (1, 5) and 1 < len(several) < 5 and all(sum(groups, []) == list(lengths) for groups, _ in found)
+    assert (
+        (len(whole), len(single)) == (1, 5)
+        and 1 < len(several) < 5
+        and all(sum(groups, []) == list(lengths) for groups, _ in found)
+    )
     assert all(sum(map(lengths.get, group)) <= 40 for group in several)
     exact = ["step", "draft_step", "accuracy", "slots", "tok", "acceptance_length"]
     for _, table in found[1:]:
-        assert table[exact].equals(first[exact]) and table["loss"].tolist() == pytest.approx(first["loss"].tolist(), rel=1e-6)
+        assert table[exact].equals(first[exact]) and table["loss"].tolist() == pytest.approx(
+            first["loss"].tolist(), rel=1e-6
+        )
 
 
 def test_last_checkpoints_and_the_best_drafter_are_kept_with_their_record(data, store, target):
     config = config_for(epochs=4.0, checkpoint_steps=2, keep_checkpoints=3)
     folder = train(config, store, target)
     kept = sorted((folder / "checkpoints").iterdir())
-    assert len(kept) == 3 and kept[-1].name == f"step-{len(plan(lengths_of(store), 4.0, 64, 0)):07d}.pt"
+    assert (
+        len(kept) == 3
+        and kept[-1].name == f"step-{len(plan(lengths_of(store), 4.0, 64, 0)):07d}.pt"
+    )
     metrics = pd.read_parquet(folder / "metrics.parquet")
-    judged = metrics.dropna(subset="acceptance_length").drop_duplicates("step").set_index("step")["acceptance_length"]
+    judged = (
+        metrics.dropna(subset="acceptance_length")
+        .drop_duplicates("step")
+        .set_index("step")["acceptance_length"]
+    )
     best = drafter_record(folder / "best.safetensors")
-    assert len(judged) == 4 and best["heldout_acceptance_length"] == judged.max() and best["steps"] == judged.idxmax()
-    for record in (best, drafter_record(folder / "drafter.safetensors"), torch.load(kept[0], weights_only=True)["record"]):
-        assert record["store"] == store.identity and record["settings"]["learning_rate"] == config.learning_rate and record["code"] == code_version()
+    assert (
+        len(judged) == 4
+        and best["heldout_acceptance_length"] == judged.max()
+        and best["steps"] == judged.idxmax()
+    )
+    for record in (
+        best,
+        drafter_record(folder / "drafter.safetensors"),
+        torch.load(kept[0], weights_only=True)["record"],
+    ):
+        assert (
+            record["store"] == store.identity
+            and record["settings"]["learning_rate"] == config.learning_rate
+            and record["code"] == code_version()
+        )
     walked = walk(load_drafter(folder, target), store, store.samples("heldout"), config.draft_steps)
-    assert judged.iloc[-1] == pytest.approx(walked["accepted"].sum() / walked["verify_steps"].sum() + 1)  # by the walk itself, on the saved drafter
+    assert judged.iloc[-1] == pytest.approx(
+        walked["accepted"].sum() / walked["verify_steps"].sum() + 1
+    )  # by the walk itself, on the saved drafter
 
 
 def test_the_certificates_hash_is_in_checkpoint_and_drafter(data, store, target):
     """SHA-256 of its canonical JSON, here by hand. Without a certificate nothing is trained."""
     with pytest.raises(EyasError, match="the store of run 'tiny' has no parity certificate"):
         train(config_for(epochs=1.0, without_parity=False), store, target)
-    (store.folder / "parity.json").write_text(json.dumps({"tests": [{"name": "hidden", "ok": True}], "passed": True, "store": store.identity, "samples": ["s1", "s2"]}))
+    (store.folder / "parity.json").write_text(
+        json.dumps(
+            {
+                "tests": [{"name": "hidden", "ok": True}],
+                "passed": True,
+                "store": store.identity,
+                "samples": ["s1", "s2"],
+            }
+        )
+    )
     folder = train(config_for(epochs=1.0, without_parity=False), store, target)
     text = f'{{"passed":true,"samples":["s1","s2"],"store":"{store.identity}","tests":[{{"name":"hidden","ok":true}}]}}'
     expected = {"tiny": hashlib.sha256(text.encode()).hexdigest()}
     checkpoint = torch.load(max((folder / "checkpoints").iterdir()), weights_only=True)
-    for record in (checkpoint["record"], drafter_record(folder / "drafter.safetensors"), drafter_record(folder / "best.safetensors")):
+    for record in (
+        checkpoint["record"],
+        drafter_record(folder / "drafter.safetensors"),
+        drafter_record(folder / "best.safetensors"),
+    ):
         assert record["parity"] == expected
 
 
@@ -728,25 +1218,45 @@ def drafter_record(path: Path) -> dict:
         return json.loads(file.metadata()["drafter"])["record"]
 
 
-@pytest.mark.parametrize("losses, lengths, evaluations", [
-    ([3.0, 2.0, 1.0, 0.5], [1.5, 1.5, 1.4, 1.9], 3),
-    ([1.0, 2.0, 3.0, 4.0], [1.1, 1.2, 1.3, 1.4], 4),
-    ([3.0, 2.0, 1.0, 0.5], [1.5, 1.4, 1.6, 1.5], 4),
-], ids=["the loss falls, the acceptance does not grow", "the loss rises, and so does the acceptance", "an acceptance that grows again"])  # fmt: skip
-def test_stops_early_by_held_out_acceptance_and_not_by_loss(data, store, target, monkeypatch, losses, lengths, evaluations):
+@pytest.mark.parametrize(
+    "losses, lengths, evaluations",
+    [
+        ([3.0, 2.0, 1.0, 0.5], [1.5, 1.5, 1.4, 1.9], 3),
+        ([1.0, 2.0, 3.0, 4.0], [1.1, 1.2, 1.3, 1.4], 4),
+        ([3.0, 2.0, 1.0, 0.5], [1.5, 1.4, 1.6, 1.5], 4),
+    ],
+    ids=[
+        "the loss falls, the acceptance does not grow",
+        "the loss rises, and so does the acceptance",
+        "an acceptance that grows again",
+    ],
+)
+def test_stops_early_by_held_out_acceptance_and_not_by_loss(
+    data, store, target, monkeypatch, losses, lengths, evaluations
+):
     """What the judge says at each evaluation is given; patience is 2 evaluations without a longer acceptance."""
     said, snapshots = iter(zip(losses, lengths)), {}
 
     def judge(self, keys):
         loss, length = next(said)
-        snapshots[self.step] = {name: tensor.clone() for name, tensor in self.whole.state_dict().items()}
-        return Losses(torch.tensor(loss), [loss * 10] * 3, [5] * 3, [10] * 3), 20, pd.DataFrame({"accepted": [round(100 * (length - 1))], "verify_steps": [100]})
+        snapshots[self.step] = {
+            name: tensor.clone() for name, tensor in self.whole.state_dict().items()
+        }
+        return (
+            Losses(torch.tensor(loss), [loss * 10] * 3, [5] * 3, [10] * 3),
+            20,
+            pd.DataFrame({"accepted": [round(100 * (length - 1))], "verify_steps": [100]}),
+        )
 
     monkeypatch.setattr(Training, "_judge", judge)
     config = config_for(epochs=4.0, patience=2)
     folder = train(config, store, target)
-    judged = pd.read_parquet(folder / "metrics.parquet").query("split == 'heldout' and draft_step == 0")
-    assert judged["loss"].tolist() == losses[:evaluations] and judged["acceptance_length"].tolist() == pytest.approx(lengths[:evaluations])
+    judged = pd.read_parquet(folder / "metrics.parquet").query(
+        "split == 'heldout' and draft_step == 0"
+    )
+    assert judged["loss"].tolist() == losses[:evaluations] and judged[
+        "acceptance_length"
+    ].tolist() == pytest.approx(lengths[:evaluations])
     stopped = evaluations < 4
     last = len(plan(lengths_of(store), 4.0, 64, 0))
     assert (pd.read_parquet(folder / "metrics.parquet")["step"].max() < last) == stopped
@@ -755,7 +1265,12 @@ def test_stops_early_by_held_out_acceptance_and_not_by_loss(data, store, target,
     for name, tensor in load_file(folder / "drafter.safetensors").items():
         if name in snapshots[at]:
             assert torch.equal(tensor, snapshots[at][name]), name
-    train(config, store, target, on_step=lambda done: pytest.fail("a run that has ended has nothing left to do"))
+    train(
+        config,
+        store,
+        target,
+        on_step=lambda done: pytest.fail("a run that has ended has nothing left to do"),
+    )
 
 
 def test_metrics_as_event_files(data, store, target):
@@ -771,18 +1286,32 @@ def test_metrics_as_event_files(data, store, target):
         raw = raw[16 + size :]
     metrics = pd.read_parquet(folder / "metrics.parquet")
     for row in metrics.itertuples():
-        assert seen[f"{row.split}/loss/draft_step_{row.draft_step}", row.step] == pytest.approx(row.loss, rel=1e-6)
+        assert seen[f"{row.split}/loss/draft_step_{row.draft_step}", row.step] == pytest.approx(
+            row.loss, rel=1e-6
+        )
 
 
 def test_a_mix_of_stores_trains_on_both_and_holds_out_by_topic(data, target, capsys):
     """The other store's samples count twice; those of a topic that is held out here are not trained on."""
-    own = Store.open(write_store(data / "runs" / "tiny" / "store", target, topics={"s5": "bees", "s11": "tides"}))
-    write_store(data / "runs" / "more" / "store", target, n_samples=5, seed=7, prefix="m", topics={"m1": "bees"})
+    own = Store.open(
+        write_store(data / "runs" / "tiny" / "store", target, topics={"s5": "bees", "s11": "tides"})
+    )
+    write_store(
+        data / "runs" / "more" / "store",
+        target,
+        n_samples=5,
+        seed=7,
+        prefix="m",
+        topics={"m1": "bees"},
+    )
     config = config_for(epochs=1.0, mix="more:2")
     folder = train(config, own, target)
     assert "not trained on: 1 samples with the topic of a held-out one" in capsys.readouterr().out
     other = Store.open(data / "runs" / "more" / "store").index.set_index("id")
-    expected = own.index.loc[own.index["split"] == "train", "loss_tok"].sum() + 2 * other.loc[["m0", "m2", "m3", "m4"], "loss_tok"].sum()
+    expected = (
+        own.index.loc[own.index["split"] == "train", "loss_tok"].sum()
+        + 2 * other.loc[["m0", "m2", "m3", "m4"], "loss_tok"].sum()
+    )
     metrics = pd.read_parquet(folder / "metrics.parquet")
     assert metrics[metrics["split"] == "train"].drop_duplicates("step")["tok"].sum() == expected
     with pytest.raises(EyasError, match="another store"):
@@ -790,5 +1319,9 @@ def test_a_mix_of_stores_trains_on_both_and_holds_out_by_topic(data, target, cap
 
 
 def test_fp8_stores_train(data, target, tmp_path):
-    folder = train(config_for(epochs=2.0), Store.open(write_store(tmp_path / "fp8", target, dtype="float8_e4m3fn")), target)
+    folder = train(
+        config_for(epochs=2.0),
+        Store.open(write_store(tmp_path / "fp8", target, dtype="float8_e4m3fn")),
+        target,
+    )
     assert pd.read_parquet(folder / "metrics.parquet")["loss"].notna().all()

@@ -13,8 +13,21 @@ def test_most_frequent_kept_lower_ids_first_among_equals():
     #                      0  1  2  3  4  5  6  7
     counts = torch.tensor([0, 5, 2, 2, 9, 2, 0, 1])
     assert choose_vocab(counts, 2).ids.tolist() == [1, 4]
-    assert choose_vocab(counts, 4).ids.tolist() == [1, 2, 3, 4]  # of the three tokens seen twice, the lower two
-    assert choose_vocab(counts, 7).ids.tolist() == [0, 1, 2, 3, 4, 5, 7]  # token 0 before token 6, both never seen
+    assert choose_vocab(counts, 4).ids.tolist() == [
+        1,
+        2,
+        3,
+        4,
+    ]  # of the three tokens seen twice, the lower two
+    assert choose_vocab(counts, 7).ids.tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        7,
+    ]  # token 0 before token 6, both never seen
     assert choose_vocab(counts, 8).ids.tolist() == list(range(8))
 
 
@@ -33,11 +46,17 @@ def test_coverage_counts():
 
 def test_only_supervised_positions_are_counted():
     samples = {
-        "a": {"input_ids": torch.tensor([3, 1, 1, 2]), "loss_mask": torch.tensor([False, False, True, True])},
+        "a": {
+            "input_ids": torch.tensor([3, 1, 1, 2]),
+            "loss_mask": torch.tensor([False, False, True, True]),
+        },
         "b": {"input_ids": torch.tensor([1, 0, 3]), "loss_mask": torch.tensor([True, False, True])},
         "c": {"input_ids": torch.tensor([2, 2]), "loss_mask": torch.tensor([True, True])},
     }
-    store = SimpleNamespace(texts=lambda ids: [(id, *samples[id].values()) for id in ids], head=lambda: SimpleNamespace(lm_head=torch.zeros(5, 2)))
+    store = SimpleNamespace(
+        texts=lambda ids: [(id, *samples[id].values()) for id in ids],
+        head=lambda: SimpleNamespace(lm_head=torch.zeros(5, 2)),
+    )
     assert count_tokens(store, ["a", "b"]).tolist() == [0, 2, 1, 1, 0]
     assert count_tokens(store, ["a", "b", "b"]).tolist() == [0, 3, 1, 2, 0]
 

@@ -122,10 +122,16 @@ def quantise(weights, kind: str, chosen) -> dict[str, torch.Tensor]:
     return parts
 
 
-@pytest.mark.parametrize("family, kind, chosen", [
-    ("DeepseekV3", "compressed-tensors", [".experts."]), ("DeepseekV3", "fp8", ["_proj"]), ("Qwen3Moe", "gptq", [".experts.", "self_attn"]),
-    ("Llama", "w8a8_int8", ["_proj"]), ("Llama", "compressed-tensors", ["_proj"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "family, kind, chosen",
+    [
+        ("DeepseekV3", "compressed-tensors", [".experts."]),
+        ("DeepseekV3", "fp8", ["_proj"]),
+        ("Qwen3Moe", "gptq", [".experts.", "self_attn"]),
+        ("Llama", "w8a8_int8", ["_proj"]),
+        ("Llama", "compressed-tensors", ["_proj"]),
+    ],
+)
 def test_quantised_weights_count_with_all_their_parts(tmp_path, family, kind, chosen):
     folder = make_tiny_target(tmp_path / "tiny", n_blocks=2, family=family)
     configure(folder, quantization_config={"quant_method": kind})
@@ -198,5 +204,7 @@ def test_a_comparison_that_cannot_be_made_is_said(data, tmp_path, capsys):
 def test_the_comparison_is_made_once(data, tmp_path, monkeypatch):
     folder = make_tiny_target(tmp_path / "tiny", n_blocks=7)
     first = load_target(str(folder))
-    monkeypatch.setattr("eyas.models.target.compare", lambda *_: pytest.fail("compared a second time"))
+    monkeypatch.setattr(
+        "eyas.models.target.compare", lambda *_: pytest.fail("compared a second time")
+    )
     assert load_target(str(folder)).weights == first.weights

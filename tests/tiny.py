@@ -26,18 +26,52 @@ def mean(values): return sum(values) / len(values)   # of numbers, never of noth
 Thank you very much for your question! Here are some simple steps: first, open the window; second, boil water; third, wait."""
 
 # What a family's configuration has beyond a Llama's. DeepSeek's: SGLang asks for yarn, and for moe_layer_freq, scoring_func and topk_method, which transformers has no use for.
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 FAMILIES = {
-    "Qwen3Moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True),
-    "DeepseekV3": dict(
-        num_key_value_heads=4, head_dim=8, kv_lora_rank=32, q_lora_rank=48, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
-        n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, moe_intermediate_size=32,
-        num_nextn_predict_layers=0, rope_parameters=YARN, moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc",
+    "Qwen3Moe": dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
     ),
-}  # fmt: skip
+    "DeepseekV3": dict(
+        num_key_value_heads=4,
+        head_dim=8,
+        kv_lora_rank=32,
+        q_lora_rank=48,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        moe_intermediate_size=32,
+        num_nextn_predict_layers=0,
+        rope_parameters=YARN,
+        moe_layer_freq=1,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+    ),
+}
 
 
-def make_tiny_target(folder, n_blocks: int = 4, hidden: int = 64, vocab: int = 512, seed: int = 0, family: str = "Llama") -> Path:
+def make_tiny_target(
+    folder,
+    n_blocks: int = 4,
+    hidden: int = 64,
+    vocab: int = 512,
+    seed: int = 0,
+    family: str = "Llama",
+) -> Path:
     """Write the target into `folder` (created) and return it. `hidden` is a multiple of 32, `vocab` at most 600; the same seed gives the same bytes.
 
     family "Qwen3" has norms on queries and keys too, "Qwen3Moe" a mixture of experts besides; "DeepseekV3" has latent attention, yarn, a dense
@@ -49,8 +83,17 @@ def make_tiny_target(folder, n_blocks: int = 4, hidden: int = 64, vocab: int = 5
     folder = Path(folder)
     tokenizer = _tokenizer(vocab)
     config = getattr(transformers, f"{family}Config")(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=n_blocks, num_attention_heads=hidden // 16,
-        max_position_embeddings=1024, rms_norm_eps=1e-5, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2, pad_token_id=2,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=n_blocks,
+        num_attention_heads=hidden // 16,
+        max_position_embeddings=1024,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
         **({"num_key_value_heads": hidden // 32, "head_dim": 16} | FAMILIES.get(family, {})),
     )
     with torch.random.fork_rng(devices=[]):
@@ -61,7 +104,9 @@ def make_tiny_target(folder, n_blocks: int = 4, hidden: int = 64, vocab: int = 5
                 if "norm" in name:
                     weight.uniform_(0.5, 1.5)
                 else:
-                    weight.normal_(std=1.0 if "embed" in name else weight.shape[-1] ** -0.5)  # every block and token matters
+                    weight.normal_(
+                        std=1.0 if "embed" in name else weight.shape[-1] ** -0.5
+                    )  # every block and token matters
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -72,12 +117,31 @@ def _tokenizer(vocab: int):
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=vocab, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False))
+    backend.train_from_iterator(
+        [TEXT],
+        trainers.BpeTrainer(
+            vocab_size=vocab,
+            special_tokens=list(SPECIAL),
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
+    )
     if backend.get_vocab_size() != vocab:
         raise ValueError(f"TEXT gives {backend.get_vocab_size()} tokens, {vocab} were asked for")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=SPECIAL[1], eos_token=SPECIAL[2], pad_token=SPECIAL[2], unk_token=SPECIAL[0])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=SPECIAL[1],
+        eos_token=SPECIAL[2],
+        pad_token=SPECIAL[2],
+        unk_token=SPECIAL[0],
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

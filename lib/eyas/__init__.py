@@ -7,6 +7,8 @@ V target vocabulary, D draft vocabulary, K draft steps, N decoder blocks of the 
 
 import warnings
 
-warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, in a notebook: widgets are not installed on purpose, they do not show in a saved page
+warnings.filterwarnings(
+    "ignore", message="IProgress not found"
+)  # tqdm's, in a notebook: widgets are not installed on purpose, they do not show in a saved page
 
 __version__ = "0.1.0"

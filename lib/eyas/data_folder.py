@@ -22,7 +22,9 @@ def list_runs() -> pd.DataFrame:
         for part in RUN_PARTS:
             files, size = _measure(run / part)
             if files:
-                rows.append({"run": run.name, "part": part, "files": files, "size": bytes_text(size)})
+                rows.append(
+                    {"run": run.name, "part": part, "files": files, "size": bytes_text(size)}
+                )
     return pd.DataFrame(rows, columns=["run", "part", "files", "size"])
 
 
@@ -43,22 +45,41 @@ class Removal:
 def look(run_name: str, parts: tuple[str, ...]) -> Removal:
     """EyasError when the run has none of these parts."""
     run = data_dir() / "runs" / run_name
-    plain = run.parent == data_dir() / "runs" and run.name == run_name != ".."  # never a folder elsewhere
+    plain = (
+        run.parent == data_dir() / "runs" and run.name == run_name != ".."
+    )  # never a folder elsewhere
     folders = tuple(run / part for part in parts if plain and (run / part).is_dir())
     if not folders:
-        raise EyasError(f"run {run_name!r} has no {' or '.join(parts)}", "a run and a part that are there", "python -m eyas data")
+        raise EyasError(
+            f"run {run_name!r} has no {' or '.join(parts)}",
+            "a run and a part that are there",
+            "python -m eyas data",
+        )
     measured = [_measure(folder) for folder in folders]
     named_by = _named_by(run / "store") if run / "store" in folders else ()
-    return Removal(folders, sum(files for files, _ in measured), sum(size for _, size in measured), tuple(name for name in named_by if data_dir() / "runs" / name / "drafter" not in folders))
+    return Removal(
+        folders,
+        sum(files for files, _ in measured),
+        sum(size for _, size in measured),
+        tuple(name for name in named_by if data_dir() / "runs" / name / "drafter" not in folders),
+    )
 
 
 def remove(removal: Removal, force: bool = False) -> None:
     """Delete it. EyasError when a drafter's record names the store (unless `force`), somebody is writing to it or the run's server is up."""
     if removal.named_by and not force:
-        raise EyasError(f"the drafter of run {', '.join(removal.named_by)} was trained from this store", "a store that no drafter names", "the same command with --force, or remove the drafter too (--part all)")
+        raise EyasError(
+            f"the drafter of run {', '.join(removal.named_by)} was trained from this store",
+            "a store that no drafter names",
+            "the same command with --force, or remove the drafter too (--part all)",
+        )
     for folder in removal.folders:
         if folder.name == "server" and (server := started_server(folder)) is not None:
-            raise EyasError(f"the server of run {folder.parent.name!r} is up (pid {server.pid})", "one that is down", f"python -m eyas server down -p run_name {folder.parent.name}")
+            raise EyasError(
+                f"the server of run {folder.parent.name!r} is up (pid {server.pid})",
+                "one that is down",
+                f"python -m eyas server down -p run_name {folder.parent.name}",
+            )
     for folder in removal.folders:
         with lock_store(folder) if folder.name == "store" else contextlib.nullcontext():
             shutil.rmtree(folder.resolve())
@@ -88,6 +109,10 @@ def _named_by(store: Path) -> list[str]:
             record = read_record(folder)
         except EyasError:
             continue
-        if folder.parent == store.parent or identity is not None and record.get("store") == identity:
+        if (
+            folder.parent == store.parent
+            or identity is not None
+            and record.get("store") == identity
+        ):
             names.append(folder.parent.name)
     return names

@@ -15,17 +15,29 @@ def _names(text: str) -> Names:
 RUN = _names("run_name")
 TARGET = _names("target trust_remote_code chat_template_kwargs")
 FIND = _names("run_name server_url")  # a server that runs already
-DRAFT = _names("speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens speculative_use_rejection_sampling")
-SERVER = DRAFT | TARGET | _names(
-    "run_name seed threads device dtype port tensor_parallel max_total_tok context_tok server_timeout_s spool_dir spool_gib max_prefill_tok server_threads "
-    "omp_spin huge_pages stream_interval mem_fraction_static attention_backend custom_all_reduce nccl_proto nccl_algo nccl_min_channels nccl_max_channels "
-    "nccl_nvls decode_graph_batch"
+DRAFT = _names(
+    "speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens speculative_use_rejection_sampling"
+)
+SERVER = (
+    DRAFT
+    | TARGET
+    | _names(
+        "run_name seed threads device dtype port tensor_parallel max_total_tok context_tok server_timeout_s spool_dir spool_gib max_prefill_tok server_threads "
+        "omp_spin huge_pages stream_interval mem_fraction_static attention_backend custom_all_reduce nccl_proto nccl_algo nccl_min_channels nccl_max_channels "
+        "nccl_nvls decode_graph_batch"
+    )
 )
 STORED = _names("boundaries extra_boundaries")
 ANSWERED = _names("run_name prompt_set generate_responses")
 CHOSEN = ANSWERED | _names("seed train_samples heldout_samples max_length")
 JUDGED = TARGET | _names("run_name member drafter_run drafter_weights seed threads device")
-EXTRACT = FIND | TARGET | STORED | CHOSEN | _names("concurrency request_timeout_s shard_mib store_fp8 spool_gib plan_tok_per_s")
+EXTRACT = (
+    FIND
+    | TARGET
+    | STORED
+    | CHOSEN
+    | _names("concurrency request_timeout_s shard_mib store_fp8 spool_gib plan_tok_per_s")
+)
 EVALUATED = ANSWERED | _names("eval_set decode_prompts decode_new_tok max_length")
 TRAIN = TARGET | _names(
     "run_name member drafter_run drafter_weights boundaries seed threads device mix train_samples heldout_samples draft_vocab_size draft_steps step_decay loss "
@@ -40,25 +52,44 @@ READS: dict[str, Names] = {
     "server wait": FIND | _names("server_timeout_s"),
     "server status": FIND,
     "server down": FIND,
-    "tune": SERVER | STORED | CHOSEN
-    | _names("server_url concurrency request_timeout_s tune_trials tune_minutes tune_try tune_rounds tune_samples tune_new_tok tune_together"),
+    "tune": SERVER
+    | STORED
+    | CHOSEN
+    | _names(
+        "server_url concurrency request_timeout_s tune_trials tune_minutes tune_try tune_rounds tune_samples tune_new_tok tune_together"
+    ),
     "prompts show": _names("prompt_set"),
     "prompts generate": FIND | TARGET | ANSWERED | _names("max_new_tok concurrency"),
-    "plan": TARGET | STORED | CHOSEN
-    | _names("dtype shard_mib spool_gib store_fp8 plan_tok plan_samples plan_hidden_size plan_blocks plan_tok_per_s"),
+    "plan": TARGET
+    | STORED
+    | CHOSEN
+    | _names(
+        "dtype shard_mib spool_gib store_fp8 plan_tok plan_samples plan_hidden_size plan_blocks plan_tok_per_s"
+    ),
     "extract": EXTRACT,
     "verify": EXTRACT,  # --repair extracts again
     "store export": RUN | _names("boundaries"),
-    "store import": RUN | TARGET | _names("boundaries shard_mib store_fp8 train_samples heldout_samples"),
+    "store import": RUN
+    | TARGET
+    | _names("boundaries shard_mib store_fp8 train_samples heldout_samples"),
     "parity": SERVER | STORED | FIND | ANSWERED | _names("parity_samples max_length"),
     "train": TRAIN,
     "sweep": (TRAIN - _names("member boundaries"))
-    | _names("speculative_num_steps sweep_parallel sweep_threads ray_address sweep_seeds contenders forward_size forward_tried"),
+    | _names(
+        "speculative_num_steps sweep_parallel sweep_threads ray_address sweep_seeds contenders forward_size forward_tried"
+    ),
     "walk": JUDGED | _names("speculative_num_steps temperature"),
-    "decode": JUDGED | DRAFT | EVALUATED | _names("temperature baseline_prompts speed_steps speed_topk check_bf16_prompts"),
+    "decode": JUDGED
+    | DRAFT
+    | EVALUATED
+    | _names("temperature baseline_prompts speed_steps speed_topk check_bf16_prompts"),
     "compare": _names("run_name member drafter_run drafter_weights compare_run seed"),
-    "serve-check": (SERVER - _names("spool_dir")) | JUDGED | EVALUATED
-    | _names("temperature concurrency request_timeout_s serve_prompts serve_url serve_dtype serve_timed_prompts"),
+    "serve-check": (SERVER - _names("spool_dir"))
+    | JUDGED
+    | EVALUATED
+    | _names(
+        "temperature concurrency request_timeout_s serve_prompts serve_url serve_dtype serve_timed_prompts"
+    ),
     "export": TARGET | DRAFT | _names("run_name member drafter_weights dtype tensor_parallel"),
     "import-drafter": TARGET | _names("run_name member boundaries"),
     "job follow": RUN,
@@ -72,7 +103,13 @@ def without_effect(command: str, names: list[str], config: Config) -> str:
         return ""
     found = [name for name in names if name not in READS[command]]
     if command in ("train", "sweep") and config.initial_weights != "drafter":
-        found += [name for name in names if name in ("drafter_run", "drafter_weights")]  # they say which one
+        found += [
+            name for name in names if name in ("drafter_run", "drafter_weights")
+        ]  # they say which one
     if not found:
         return ""
-    return f"setting {found[0]} has no effect on `{command}`" if len(found) == 1 else f"settings {', '.join(found)} have no effect on `{command}`"
+    return (
+        f"setting {found[0]} has no effect on `{command}`"
+        if len(found) == 1
+        else f"settings {', '.join(found)} have no effect on `{command}`"
+    )

@@ -19,8 +19,16 @@ class EyasError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows in place of a traceback (IPython asks for it by this name): the message, a line for each part, and where it came from."""
-        places = [frame for frame in traceback.extract_tb(self.__traceback__) if "/eyas/" in frame.filename]
-        where = f"(eyas/{places[-1].filename.rpartition('/eyas/')[2]}, line {places[-1].lineno})" if places else ""
+        places = [
+            frame
+            for frame in traceback.extract_tb(self.__traceback__)
+            if "/eyas/" in frame.filename
+        ]
+        where = (
+            f"(eyas/{places[-1].filename.rpartition('/eyas/')[2]}, line {places[-1].lineno})"
+            if places
+            else ""
+        )
         lines = [f"EyasError: {self.found}  {where}".rstrip()]
         if self.expected:
             lines.append(f"expected: {self.expected}")
@@ -33,10 +41,14 @@ def _as_in_this_notebook(next_command: str) -> str:
     """A command that a message names is for the run at hand: with the settings of the notebook that shows it, where they are not the defaults."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     options = getattr(shell.user_ns.get("config") if shell is not None else None, "options", None)
-    here = options(unless=next_command) if options is not None and takes_settings(next_command) else ""
+    here = (
+        options(unless=next_command) if options is not None and takes_settings(next_command) else ""
+    )
     return f", with {here} as here" if here else ""
 
 
 def takes_settings(command: str) -> bool:
     """Whether a command of ours that a message names takes `--profile` and `-p`."""
-    return bool(re.search("python -m eyas (?!data|doctor|index|job|prompts build|profile|summary)", command)) and not command.endswith("--help")
+    return bool(
+        re.search("python -m eyas (?!data|doctor|index|job|prompts build|profile|summary)", command)
+    ) and not command.endswith("--help")

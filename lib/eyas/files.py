@@ -14,7 +14,18 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch  # seconds to import, and most commands do without
 
-RUN_PARTS = ("store", "drafter", "export", "acceptance", "prompts", "server", "notebooks", "tune", "sweep", "jobs")  # folders of a run
+RUN_PARTS = (
+    "store",
+    "drafter",
+    "export",
+    "acceptance",
+    "prompts",
+    "server",
+    "notebooks",
+    "tune",
+    "sweep",
+    "jobs",
+)  # folders of a run
 ROOT = Path(__file__).resolve().parents[2]  # the repository
 
 
@@ -100,31 +111,57 @@ def seal(data: dict) -> dict:
 
 
 def is_sealed(data: Any) -> bool:
-    return isinstance(data, dict) and "content_hash" in data and seal(data)["content_hash"] == data["content_hash"]
+    return (
+        isinstance(data, dict)
+        and "content_hash" in data
+        and seal(data)["content_hash"] == data["content_hash"]
+    )
 
 
 SAFETENSORS_NAMES = {
-    "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.float8_e4m3fn": "F8_E4M3",
-    "torch.int64": "I64", "torch.int32": "I32", "torch.uint8": "U8", "torch.bool": "BOOL",
+    "torch.float64": "F64",
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.int64": "I64",
+    "torch.int32": "I32",
+    "torch.uint8": "U8",
+    "torch.bool": "BOOL",
 }
 
 
-def write_safetensors(path: Path, tensors: "dict[str, torch.Tensor | list[torch.Tensor]]", metadata: dict[str, str]) -> Path:
+def write_safetensors(
+    path: Path, tensors: "dict[str, torch.Tensor | list[torch.Tensor]]", metadata: dict[str, str]
+) -> Path:
     """`path` whole or absent, as `safetensors.torch.save_file` would write it. A list of tensors is written as their concatenation along the first axis.
 
     The pieces go to the file as they lie in memory: nothing is joined or copied first, which for a shard of some GiB is what counts.
     """
     import torch
 
-    pieces = {name: [t.contiguous() for t in (value if isinstance(value, list) else [value])] for name, value in tensors.items()}
+    pieces = {
+        name: [t.contiguous() for t in (value if isinstance(value, list) else [value])]
+        for name, value in tensors.items()
+    }
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    names = sorted(pieces, key=lambda name: -pieces[name][0].element_size())  # wide types first: every tensor starts at a multiple of its own width
+    names = sorted(
+        pieces, key=lambda name: -pieces[name][0].element_size()
+    )  # wide types first: every tensor starts at a multiple of its own width
     end = 0
     for name in names:
         first, start = pieces[name][0], end
         end += sum(t.nbytes for t in pieces[name])
-        shape = list(first.shape) if not isinstance(tensors[name], list) else [sum(len(t) for t in pieces[name]), *first.shape[1:]]
-        header[name] = {"dtype": SAFETENSORS_NAMES[str(first.dtype)], "shape": shape, "data_offsets": [start, end]}
+        shape = (
+            list(first.shape)
+            if not isinstance(tensors[name], list)
+            else [sum(len(t) for t in pieces[name]), *first.shape[1:]]
+        )
+        header[name] = {
+            "dtype": SAFETENSORS_NAMES[str(first.dtype)],
+            "shape": shape,
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
 
@@ -161,11 +198,17 @@ def _canonical(data: Any) -> bytes:
 
 def git_state() -> dict[str, Any]:
     """Commit and whether there are uncommitted changes outside reports/ (which every run writes); commit None without git."""
+
     def git(*arguments):
-        return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", ".", ":(exclude)reports"))}
+        return {
+            "commit": git("rev-parse", "HEAD"),
+            "dirty": bool(git("status", "--porcelain", "--", ".", ":(exclude)reports")),
+        }
     except (OSError, subprocess.CalledProcessError):
         return {"commit": None, "dirty": None}
 

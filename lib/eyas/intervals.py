@@ -29,7 +29,10 @@ def ratio_interval(numerator, denominator, seed: int) -> Interval:
 
     Draws whose denominator is 0 (no prompt reached this draft position) say nothing about the ratio and are left out.
     """
-    top, bottom = np.asarray(numerator, dtype=np.float64), np.asarray(denominator, dtype=np.float64)  # [prompts]
+    top, bottom = (
+        np.asarray(numerator, dtype=np.float64),
+        np.asarray(denominator, dtype=np.float64),
+    )  # [prompts]
     if bottom.sum() == 0:
         return Interval(None, None, None)
     value = float(top.sum() / bottom.sum())
@@ -45,7 +48,9 @@ def difference_interval(first, second, seed: int) -> Interval:
 
     The prompts are drawn together for both, so what makes a prompt easy or hard for both cancels out.
     """
-    (top_a, bottom_a), (top_b, bottom_b) = ([np.asarray(column, dtype=np.float64) for column in pair] for pair in (first, second))  # [prompts]
+    (top_a, bottom_a), (top_b, bottom_b) = (
+        [np.asarray(column, dtype=np.float64) for column in pair] for pair in (first, second)
+    )  # [prompts]
     if bottom_a.sum() == 0 or bottom_b.sum() == 0:
         return Interval(None, None, None)
     value = float(top_a.sum() / bottom_a.sum() - top_b.sum() / bottom_b.sum())
@@ -54,7 +59,9 @@ def difference_interval(first, second, seed: int) -> Interval:
     weights = _draws(len(top_a), seed)  # [draws, prompts]
     both = (weights @ bottom_a > 0) & (weights @ bottom_b > 0)
     weights = weights[both]
-    low, high = _quantiles((weights @ top_a) / (weights @ bottom_a) - (weights @ top_b) / (weights @ bottom_b))
+    low, high = _quantiles(
+        (weights @ top_a) / (weights @ bottom_a) - (weights @ top_b) / (weights @ bottom_b)
+    )
     return Interval(value, low, high)
 
 
@@ -72,4 +79,6 @@ def interval_text(record: dict) -> str:
     """`Interval.as_dict` as 1.724 [1.601, 1.853]."""
     if record["value"] is None:
         return "n/a"
-    return f"{record['value']:.3f}" + ("" if record["low"] is None else f" [{record['low']:.3f}, {record['high']:.3f}]")
+    return f"{record['value']:.3f}" + (
+        "" if record["low"] is None else f" [{record['low']:.3f}, {record['high']:.3f}]"
+    )

@@ -16,11 +16,15 @@ def _main(folder: Path, arguments: list[str]) -> int:
     from eyas.cli import build_parser
 
     def interrupt(*_):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what follows puts things in order
+        signal.signal(
+            signal.SIGTERM, signal.SIG_IGN
+        )  # once is enough: what follows puts things in order
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts one in the background has it ignored
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell that starts one in the background has it ignored
     progress.job_folder = folder
     end = {"state": "failed", "code": 1}
     try:
@@ -28,9 +32,17 @@ def _main(folder: Path, arguments: list[str]) -> int:
         end = {"state": "done", "code": args.run(args)}
     except EyasError as error:
         print(f"eyas: {error}", file=sys.stderr)
-        end = {"state": "failed", "code": 2, "found": error.found, "expected": error.expected, "next_command": error.next_command}
+        end = {
+            "state": "failed",
+            "code": 2,
+            "found": error.found,
+            "expected": error.expected,
+            "next_command": error.next_command,
+        }
     except (KeyboardInterrupt, SystemExit) as error:
-        if isinstance(error, KeyboardInterrupt) or error.code == signal.SIGTERM:  # which is what Ray's own handler raises
+        if (
+            isinstance(error, KeyboardInterrupt) or error.code == signal.SIGTERM
+        ):  # which is what Ray's own handler raises
             print("eyas: stopped", file=sys.stderr)
             end = {"state": "stopped", "code": INTERRUPTED}
     except BaseException:

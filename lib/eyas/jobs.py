@@ -101,24 +101,55 @@ def start(config: Config, command: str) -> Job:
     """
     if command not in COMMANDS:
         raise EyasError(f"no background job {command!r}", "one of " + ", ".join(COMMANDS))
-    job, settings = Job(job_dir(config, command)), {name: list(value) if isinstance(value, tuple) else value for name, value in config.changed.items()}
+    job, settings = (
+        Job(job_dir(config, command)),
+        {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in config.changed.items()
+        },
+    )
     with _alone(job.folder):
         if (job.folder / "job.json").is_file() and (process := job.process()) is not None:
             was = yaml.safe_load((job.folder / "settings.yaml").read_text(encoding="utf-8")) or {}
             if was != settings:
                 theirs = Config.create(**was)
-                differing = ", ".join(f"{name} {getattr(theirs, name)!r}, here {getattr(config, name)!r}" for name in sorted({*was, *settings}) if was.get(name) != settings.get(name))
-                raise EyasError(f"{job} is going on with other settings: {differing}", "one at a time", _stop_command(job))
-            print(f"{job} is going on already (process {process.pid}, since {job.record['started']})", flush=True)
+                differing = ", ".join(
+                    f"{name} {getattr(theirs, name)!r}, here {getattr(config, name)!r}"
+                    for name in sorted({*was, *settings})
+                    if was.get(name) != settings.get(name)
+                )
+                raise EyasError(
+                    f"{job} is going on with other settings: {differing}",
+                    "one at a time",
+                    _stop_command(job),
+                )
+            print(
+                f"{job} is going on already (process {process.pid}, since {job.record['started']})",
+                flush=True,
+            )
             return job
         for leftover in ("job.json", "end.json", "progress.json"):
             (job.folder / leftover).unlink(missing_ok=True)
         write_text(job.folder / "settings.yaml", yaml.safe_dump(settings, sort_keys=False))
         arguments = [command, "--profile", str(job.folder / "settings.yaml")]
         with open(job.log, "wb") as log:
-            process = subprocess.Popen([sys.executable, "-u", "-m", "eyas.job_process", str(job.folder), *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "eyas.job_process", str(job.folder), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         try:
-            write_json(job.folder / "job.json", {"command": arguments, "pid": process.pid, "ticks": started_ticks(process.pid), "started": now()})
+            write_json(
+                job.folder / "job.json",
+                {
+                    "command": arguments,
+                    "pid": process.pid,
+                    "ticks": started_ticks(process.pid),
+                    "started": now(),
+                },
+            )
         except BaseException:  # a full disk, an interrupt: nothing goes on of which nobody knows
             process.kill()
             raise
@@ -146,7 +177,10 @@ def follow(job: Job, each: Callable[[], None] = lambda: None) -> Job:
                 break
             time.sleep(POLL_S)
     except KeyboardInterrupt:
-        print(f"\n{job} goes on in the background; the same again shows where it is. To end it: {_stop_command(job)}", flush=True)
+        print(
+            f"\n{job} goes on in the background; the same again shows where it is. To end it: {_stop_command(job)}",
+            flush=True,
+        )
         raise
     if (state := job.state) == "done":
         return job
@@ -171,7 +205,9 @@ def stop(job: Job, patience_s: float = 60.0) -> bool:
             one.kill()
     still_running([*left, *family], 10.0)
     if job.end() is None:  # it had no time to say so
-        write_json(job.folder / "end.json", {"state": "stopped", "code": INTERRUPTED, "ended": now()})
+        write_json(
+            job.folder / "end.json", {"state": "stopped", "code": INTERRUPTED, "ended": now()}
+        )
     return True
 
 
@@ -182,20 +218,32 @@ def stop_all(config: Config) -> list[Job]:
 
 def list_jobs(run_name: str = "") -> list[Job]:
     """The jobs that there is a record of, of this run or of all."""
-    runs = [data_dir() / "runs" / run_name] if run_name else sorted((data_dir() / "runs").glob("*/"))
+    runs = (
+        [data_dir() / "runs" / run_name] if run_name else sorted((data_dir() / "runs").glob("*/"))
+    )
     return [Job(path.parent) for run in runs for path in sorted(run.glob("jobs/*/job.json"))]
 
 
 def find_job(config: Config, command: str) -> Job:
     job = Job(job_dir(config, command))
     if not (job.folder / "job.json").is_file():
-        raise EyasError(f"run {config.run_name!r} has no job {command!r}", "one that was started from a notebook or with `job start`", f"python -m eyas job start {command} -p run_name {config.run_name}")
+        raise EyasError(
+            f"run {config.run_name!r} has no job {command!r}",
+            "one that was started from a notebook or with `job start`",
+            f"python -m eyas job start {command} -p run_name {config.run_name}",
+        )
     return job
 
 
 def table(jobs: list[Job]) -> str:
     """A line a job: run, command, state, since when, how far."""
-    return "\n".join(f"{job.run_name:16} {job.command:8} {job.state:8} {job.record['started'][:16].replace('T', ' ')} UTC  {job.where()}" for job in jobs) or "no jobs yet"
+    return (
+        "\n".join(
+            f"{job.run_name:16} {job.command:8} {job.state:8} {job.record['started'][:16].replace('T', ' ')} UTC  {job.where()}"
+            for job in jobs
+        )
+        or "no jobs yet"
+    )
 
 
 def now() -> str:
@@ -205,7 +253,12 @@ def now() -> str:
 def _alive(record: dict) -> psutil.Process | None:
     try:
         process = psutil.Process(record["pid"])
-        return process if started_ticks(record["pid"]) == record["ticks"] and process.status() != psutil.STATUS_ZOMBIE else None
+        return (
+            process
+            if started_ticks(record["pid"]) == record["ticks"]
+            and process.status() != psutil.STATUS_ZOMBIE
+            else None
+        )
     except (psutil.NoSuchProcess, OSError):
         return None
 

@@ -18,8 +18,13 @@ EVERY_S = 0.5
 def watch() -> subprocess.Popen:
     """Start one for this process and whatever it starts from now on; end it with `kill` when all of that has ended well."""
     spared = [str(p.pid) for p in psutil.Process().children(recursive=True)]
-    return subprocess.Popen([sys.executable, "-m", "eyas.processes", str(os.getpid()), *spared], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                            start_new_session=True)  # a Ctrl-C in the terminal is not for it
+    return subprocess.Popen(
+        [sys.executable, "-m", "eyas.processes", str(os.getpid()), *spared],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # a Ctrl-C in the terminal is not for it
 
 
 def still_running(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
@@ -27,7 +32,9 @@ def still_running(processes: list[psutil.Process], timeout_s: float) -> list[psu
     end = time.monotonic() + timeout_s
     while True:
         left = []
-        for process in psutil.wait_procs(processes, timeout=0)[1]:  # our own children are collected here
+        for process in psutil.wait_procs(processes, timeout=0)[
+            1
+        ]:  # our own children are collected here
             with contextlib.suppress(psutil.NoSuchProcess):
                 left += [process] * (process.status() != psutil.STATUS_ZOMBIE)
         if not left or time.monotonic() > end:
@@ -39,7 +46,11 @@ def _main(driver: int, spared: set[int]) -> None:
     seen: set[psutil.Process] = set()
     while os.getppid() == driver:
         with contextlib.suppress(psutil.Error):
-            seen = {p for p in seen | set(psutil.Process(driver).children(recursive=True)) if p.pid not in spared and p.is_running()}
+            seen = {
+                p
+                for p in seen | set(psutil.Process(driver).children(recursive=True))
+                if p.pid not in spared and p.is_running()
+            }
         time.sleep(EVERY_S)
     for process in list(seen):
         with contextlib.suppress(psutil.Error):

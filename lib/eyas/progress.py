@@ -45,7 +45,9 @@ def bytes_text(count: int) -> str:
 
 
 def _in_notebook() -> bool:
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()  # a kernel has IPython loaded already
+    shell = getattr(
+        sys.modules.get("IPython"), "get_ipython", lambda: None
+    )()  # a kernel has IPython loaded already
     return shell is not None and hasattr(shell, "kernel")
 
 
@@ -60,7 +62,9 @@ class Bar:
         self._redraw_s = 0.2 if self._terminal else 0.5 if live else 30.0
         self._due_s = time.monotonic() + (0.0 if live else self._redraw_s)
         self._handle, self._width, self._shown = None, 0, None
-        self._before = read_bars(self._job) if self._job else []  # a job may have one bar after the other
+        self._before = (
+            read_bars(self._job) if self._job else []
+        )  # a job may have one bar after the other
 
     @property
     def due(self) -> bool:
@@ -83,7 +87,9 @@ class Bar:
             else:
                 self._handle.update(data, raw=True)
         elif self._terminal:
-            padding = " " * max(0, self._width - len(text))  # wipes the rest of a longer line before it
+            padding = " " * max(
+                0, self._width - len(text)
+            )  # wipes the rest of a longer line before it
             self._width = len(text)
             print(f"\r{text}{padding}", end="\n" if closed else "", file=sys.stderr, flush=True)
         else:
@@ -93,8 +99,10 @@ class Bar:
 def bar_html(text: str, share: float | None) -> str:
     """A bar and its text; the text is the element's name too, so that a screen reader says it."""
     value = "" if share is None else f' value="{100 * share:.1f}"'
-    return (f'{MARK} style="margin: .3rem 0"><label><progress max="100"{value} style="display: block; width: 100%; max-width: 40rem; height: .8rem; '
-            f'accent-color: #2f7fc1"></progress><span style="font-size: .9em; font-variant-numeric: tabular-nums">{escape(text)}</span></label></div>')
+    return (
+        f'{MARK} style="margin: .3rem 0"><label><progress max="100"{value} style="display: block; width: 100%; max-width: 40rem; height: .8rem; '
+        f'accent-color: #2f7fc1"></progress><span style="font-size: .9em; font-variant-numeric: tabular-nums">{escape(text)}</span></label></div>'
+    )
 
 
 def read_bars(folder: Path) -> list[dict]:
@@ -124,7 +132,14 @@ class Progress:
         if self._bar.due:
             self._draw()
 
-    def update(self, samples: int = 0, tok: int = 0, bytes: int = 0, errors: int = 0, note: str | None = None) -> None:
+    def update(
+        self,
+        samples: int = 0,
+        tok: int = 0,
+        bytes: int = 0,
+        errors: int = 0,
+        note: str | None = None,
+    ) -> None:
         """Add to the counts; `errors` are units that failed and count as done. `note` is shown at the end of the line, until the next one."""
         self.samples += samples
         self.tok += tok
@@ -146,28 +161,44 @@ class Progress:
 
     def __exit__(self, kind, *_) -> None:
         if kind is not None:
-            self.note = "interrupted" if issubclass(kind, KeyboardInterrupt) else "stopped by an error"
+            self.note = (
+                "interrupted" if issubclass(kind, KeyboardInterrupt) else "stopped by an error"
+            )
         self.close()
 
     def line(self) -> str:
         """The text shown, e.g. `412/1000 samples, 41 % | 14.2 samples/s | 3,412 tok/s | 1.24 GiB | 0 errors | 0:29, 0:41 left`."""
         elapsed_s = max(time.monotonic() - self.started_s, 1e-9)
         done = self.samples + self.errors
-        parts = [f"{done:,}/{self.total:,} {self.unit}, {100 * done // self.total} %" if self.total else f"{done:,} {self.unit}"]
+        parts = [
+            f"{done:,}/{self.total:,} {self.unit}, {100 * done // self.total} %"
+            if self.total
+            else f"{done:,} {self.unit}"
+        ]
         parts.append(f"{number_text(done / elapsed_s)} {self.unit}/s")
         if self.tok:
             parts.append(f"{self.tok / elapsed_s:,.0f} tok/s")
         if self.bytes:
             parts.append(bytes_text(self.bytes))
         parts.append(f"{self.errors:,} error{'' if self.errors == 1 else 's'}")
-        left = duration_text(elapsed_s * (self.total - done) / done) + " left" if done and not self._closed and done < self.total else ""
+        left = (
+            duration_text(elapsed_s * (self.total - done) / done) + " left"
+            if done and not self._closed and done < self.total
+            else ""
+        )
         parts.append(", ".join(filter(None, (duration_text(elapsed_s), left))))
         if self.note:
             parts.append(self.note)
         return " | ".join(parts)
 
     def _draw(self) -> None:
-        share = (self.samples + self.errors) / self.total if self.total else 1.0 if self._closed else None  # nothing keeps moving in a saved page
+        share = (
+            (self.samples + self.errors) / self.total
+            if self.total
+            else 1.0
+            if self._closed
+            else None
+        )  # nothing keeps moving in a saved page
         self._bar.draw(self.line(), share, self._closed)
 
 
@@ -183,7 +214,11 @@ class LiveFigure:
         self._handle, self._on = None, _in_notebook()
 
     def __call__(self, *_) -> None:
-        if not self._on or time.monotonic() - self._drawn_s < self._every_s or not self._path.is_file():
+        if (
+            not self._on
+            or time.monotonic() - self._drawn_s < self._every_s
+            or not self._path.is_file()
+        ):
             return
         import matplotlib.pyplot as plt
         from IPython.display import display

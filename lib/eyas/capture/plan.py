@@ -47,15 +47,24 @@ class Plan:
         return self.tok / self.tok_per_s if self.tok_per_s else None
 
     def __str__(self) -> str:
-        time = "not known yet: no extraction of this run was measured" if self.seconds is None else (
-            f"{self.seconds / 60:.0f} minutes at {self.tok_per_s:,.0f} tok/s" if self.seconds >= 60 else f"{duration_text(self.seconds)} at {self.tok_per_s:,.0f} tok/s")
-        return "\n".join((
-            f"{self.samples:,} samples, {self.tok:,} tokens, boundaries {list(self.boundaries)}, hidden size {self.hidden_size:,}, {self.dtype}",
-            f"states  {bytes_text(self.states_bytes)} ({self.states_bytes:,} bytes)",
-            f"files   {self.shards:,} of {bytes_text(self.shard_bytes)}, {bytes_text(self.bytes)} with token ids and masks",
-            f"spool   at most {bytes_text(self.spool_bytes)} at any moment",
-            f"time    {time}",
-        ))
+        time = (
+            "not known yet: no extraction of this run was measured"
+            if self.seconds is None
+            else (
+                f"{self.seconds / 60:.0f} minutes at {self.tok_per_s:,.0f} tok/s"
+                if self.seconds >= 60
+                else f"{duration_text(self.seconds)} at {self.tok_per_s:,.0f} tok/s"
+            )
+        )
+        return "\n".join(
+            (
+                f"{self.samples:,} samples, {self.tok:,} tokens, boundaries {list(self.boundaries)}, hidden size {self.hidden_size:,}, {self.dtype}",
+                f"states  {bytes_text(self.states_bytes)} ({self.states_bytes:,} bytes)",
+                f"files   {self.shards:,} of {bytes_text(self.shard_bytes)}, {bytes_text(self.bytes)} with token ids and masks",
+                f"spool   at most {bytes_text(self.spool_bytes)} at any moment",
+                f"time    {time}",
+            )
+        )
 
 
 def store_dtype(config: Config, computed: str) -> str:
@@ -85,7 +94,10 @@ def _check_sizes(config: Config) -> None:
         return
     text = read_json(path)
     text = text.get("text_config", text)
-    for setting, name in (("plan_blocks", "num_hidden_layers"), ("plan_hidden_size", "hidden_size")):
+    for setting, name in (
+        ("plan_blocks", "num_hidden_layers"),
+        ("plan_hidden_size", "hidden_size"),
+    ):
         planned_for = getattr(config, setting)
         if planned_for != text.get(name, planned_for):
             raise EyasError(
@@ -95,10 +107,20 @@ def _check_sizes(config: Config) -> None:
             )
 
 
-def planned(config: Config, samples: int, tok: int, n_blocks: int, hidden_size: int, computed: str) -> Plan:
+def planned(
+    config: Config, samples: int, tok: int, n_blocks: int, hidden_size: int, computed: str
+) -> Plan:
     boundaries = boundaries_of(config, n_blocks).stored
-    return Plan(samples, tok, boundaries, hidden_size, store_dtype(config, computed), config.shard_mib * 2**20,
-                int(config.spool_gib * 2**30), config.plan_tok_per_s or last_run(config.store_dir).get("tok_per_s", 0.0))
+    return Plan(
+        samples,
+        tok,
+        boundaries,
+        hidden_size,
+        store_dtype(config, computed),
+        config.shard_mib * 2**20,
+        int(config.spool_gib * 2**30),
+        config.plan_tok_per_s or last_run(config.store_dir).get("tok_per_s", 0.0),
+    )
 
 
 def check_room(plan: Plan, store: Path, spools: dict[Path, int], anyway: bool = False) -> None:
@@ -107,20 +129,25 @@ def check_room(plan: Plan, store: Path, spools: dict[Path, int], anyway: bool = 
     `spools`: the most that waits in each. One that is not seen here lies on another machine; the client says so when the first file cannot be seen.
     """
     disks: dict[int, tuple[list[str], Path, int]] = {}
-    for name, folder, need in (("store", store, plan.bytes), *(("spool", spool, need) for spool, need in spools.items() if spool.exists())):
+    for name, folder, need in (
+        ("store", store, plan.bytes),
+        *(("spool", spool, need) for spool, need in spools.items() if spool.exists()),
+    ):
         names, folder, total = disks.get(folder.stat().st_dev, ([], folder, 0))
         disks[folder.stat().st_dev] = ([*names, name], folder, total + need)
     for names, folder, need in disks.values():
         if not anyway and free_bytes(folder) < need + SPARE_BYTES:
             raise EyasError(
                 f"the disk of the {' and '.join(dict.fromkeys(names))} has {bytes_text(free_bytes(folder))} free, {bytes_text(need)} will be written ({plan.samples:,} samples, {plan.tok:,} tokens)",
-                f"room for them and {bytes_text(SPARE_BYTES)} to spare", "free some, set EYAS_DATA to a larger disk, ask for fewer samples (-p train_samples N), -p store_fp8 true, or --anyway",
+                f"room for them and {bytes_text(SPARE_BYTES)} to spare",
+                "free some, set EYAS_DATA to a larger disk, ask for fewer samples (-p train_samples N), -p store_fp8 true, or --anyway",
             )
 
 
 def _lengths(config: Config) -> list[int]:
     from eyas.prompts.chat_template import encode
     from eyas.prompts.prompt_set import chosen, load_prompts
+
     tokenizer = target_of(config).tokenizer()
     lengths = []
     for conversation in chosen(config, load_prompts(config.answered_path)):

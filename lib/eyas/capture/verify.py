@@ -49,7 +49,9 @@ class VerifyReport:
     checks: list[tuple[str, bool, str]] = field(default_factory=list)
     damaged: dict[str, str] = field(default_factory=dict)
     extra: list[str] = field(default_factory=list)
-    foreign: bool = False  # compared with another prompt set or tokenizer than the store was made from
+    foreign: bool = (
+        False  # compared with another prompt set or tokenizer than the store was made from
+    )
 
     @property
     def ok(self) -> bool:
@@ -59,14 +61,22 @@ class VerifyReport:
         return pd.DataFrame(self.checks, columns=["check", "ok", "detail"])
 
     def __str__(self) -> str:
-        lines = [f"{'ok  ' if ok else 'FAIL'}  {name:22} {detail}" for name, ok, detail in self.checks]
+        lines = [
+            f"{'ok  ' if ok else 'FAIL'}  {name:22} {detail}" for name, ok, detail in self.checks
+        ]
         lines += [f"      {id}: {what}" for id, what in list(self.damaged.items())[:20]]
         if len(self.damaged) > 20:
             lines.append(f"      ... and {len(self.damaged) - 20} more")
         return "\n".join(lines)
 
 
-def verify(folder: Path, prompts: PromptSet | None = None, tokenizer=None, deep: bool = True, head: Head | None = None) -> VerifyReport:
+def verify(
+    folder: Path,
+    prompts: PromptSet | None = None,
+    tokenizer=None,
+    deep: bool = True,
+    head: Head | None = None,
+) -> VerifyReport:
     """Read everything back; not `deep`: sizes and headers only. With the prompt set and the tokenizer, ids and masks are compared with what they should be,
     with the target's `head` the copied one.
 
@@ -76,7 +86,9 @@ def verify(folder: Path, prompts: PromptSet | None = None, tokenizer=None, deep:
         return _verify(folder, prompts, tokenizer, deep, head)
 
 
-def _verify(folder: Path, prompts: PromptSet | None, tokenizer, deep: bool, head: Head | None) -> VerifyReport:
+def _verify(
+    folder: Path, prompts: PromptSet | None, tokenizer, deep: bool, head: Head | None
+) -> VerifyReport:
     report = VerifyReport()
     try:
         store = Store.open(folder)
@@ -88,10 +100,17 @@ def _verify(folder: Path, prompts: PromptSet | None, tokenizer, deep: bool, head
     done = index[index["state"] == "extracted"]
     states = index["state"].value_counts()
     doubled = sorted(set(index.loc[index["id"].duplicated(), "id"]))
-    detail = " + ".join(f"{states.get(state, 0)} {state}" for state in ("extracted", "failed", "pending")) + f" = {len(index)} rows"
+    detail = (
+        " + ".join(
+            f"{states.get(state, 0)} {state}" for state in ("extracted", "failed", "pending")
+        )
+        + f" = {len(index)} rows"
+    )
     if states.get("pending", 0):
         detail += "; pending ones come with the same extract again"
-    report.checks.append(("index", not doubled, detail + (f"; doubled: {doubled[:3]}" if doubled else "")))
+    report.checks.append(
+        ("index", not doubled, detail + (f"; doubled: {doubled[:3]}" if doubled else ""))
+    )
     expected = _expected(store, prompts, tokenizer, report)
     report.checks.append(("head", *_check_head(store, head)))
     if deep:
@@ -119,11 +138,21 @@ def _check_head(store: Store, head: Head | None) -> tuple[bool, str]:
 
 
 def _keep(folder: Path, report: VerifyReport, deep: bool) -> None:
-    checks = [{"check": name, "ok": bool(ok), "detail": detail} for name, ok, detail in report.checks]
+    checks = [
+        {"check": name, "ok": bool(ok), "detail": detail} for name, ok, detail in report.checks
+    ]
     with contextlib.suppress(OSError):  # a full or read-only disk changes nothing about the store
-        write_json(folder / "verification.json", {
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "ok": report.ok, "deep": deep, "checks": checks, "damaged": report.damaged, "extra": report.extra,
-        })
+        write_json(
+            folder / "verification.json",
+            {
+                "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "ok": report.ok,
+                "deep": deep,
+                "checks": checks,
+                "damaged": report.damaged,
+                "extra": report.extra,
+            },
+        )
 
 
 def _expected(store: Store, prompts: PromptSet | None, tokenizer, report: VerifyReport) -> dict:
@@ -136,12 +165,24 @@ def _expected(store: Store, prompts: PromptSet | None, tokenizer, report: Verify
         ("tokenizer", manifest["tokenizer_hash"], tokenizer_hash(tokenizer)),
         ("chat template", manifest["template_hash"], template_hash(tokenizer)),
     ):
-        report.checks.append((name, was == now, "as in the manifest" if was == now else f"the manifest has {was[:12]}, it is {now[:12]} now"))
+        report.checks.append(
+            (
+                name,
+                was == now,
+                "as in the manifest"
+                if was == now
+                else f"the manifest has {was[:12]}, it is {now[:12]} now",
+            )
+        )
     report.foreign = not all(ok for _, ok, _ in report.checks[-3:])
     if report.foreign:
         return {}
     wanted = set(store.samples())
-    return {c.id: encode(c, tokenizer, manifest["prompts"]["max_length"]) for c in prompts.conversations if c.id in wanted}
+    return {
+        c.id: encode(c, tokenizer, manifest["prompts"]["max_length"])
+        for c in prompts.conversations
+        if c.id in wanted
+    }
 
 
 def _read_samples(store: Store, done: pd.DataFrame, expected: dict, report: VerifyReport) -> None:
@@ -158,7 +199,9 @@ def _read_samples(store: Store, done: pd.DataFrame, expected: dict, report: Veri
                 report.damaged[id] = what
                 progress.update(errors=1)
             else:
-                progress.update(samples=1, tok=row["length"], bytes=row["length"] * store.token_bytes)
+                progress.update(
+                    samples=1, tok=row["length"], bytes=row["length"] * store.token_bytes
+                )
 
 
 def _wrong(store: Store, row: dict, expected) -> str:
@@ -178,21 +221,30 @@ def _wrong(store: Store, row: dict, expected) -> str:
         return "altered: the content hash differs from the index"
     if int(mask.sum()) != row["loss_tok"]:
         return "the loss mask differs from the index"
-    if expected is not None and not (np.array_equal(ids.numpy(), expected.input_ids) and np.array_equal(mask.numpy().astype(bool), expected.loss_mask)):
+    if expected is not None and not (
+        np.array_equal(ids.numpy(), expected.input_ids)
+        and np.array_equal(mask.numpy().astype(bool), expected.loss_mask)
+    ):
         return "token ids or loss mask differ from the prompt set"
     return ""
 
 
 def _check_shards(store: Store, report: VerifyReport) -> None:
     """Each shard has the length that the plan gave it and says of itself what the index says; no file is there that nobody planned."""
-    names, width = tensor_names(store.boundaries, store.manifest["dtype"]), store.manifest["hidden_size"]
+    names, width = (
+        tensor_names(store.boundaries, store.manifest["dtype"]),
+        store.manifest["hidden_size"],
+    )
     counted_bytes = stored_bytes = 0
     planned: dict[str, list[dict]] = {}  # shard -> its rows of the index
     for row in store.index.to_dict("records"):
         if row["shard"]:
             planned.setdefault(row["shard"], []).append(row)
     for name, rows in sorted(planned.items()):
-        path, done = store.folder / "shards" / name, [row for row in rows if row["state"] == "extracted"]
+        path, done = (
+            store.folder / "shards" / name,
+            [row for row in rows if row["state"] == "extracted"],
+        )
         counted_bytes += sum(row["length"] for row in done) * store.token_bytes
         if not done:
             continue
@@ -201,24 +253,51 @@ def _check_shards(store: Store, report: VerifyReport) -> None:
             with safe_open(path, framework="pt") as shard:
                 shapes = {key: shard.get_slice(key).get_shape() for key in shard.keys()}
             described = {row["id"]: row for row in rows_of_shard(path)}
-            if shapes != {key: [tokens, width] if key.startswith("boundary_") else [tokens] for key in names}:
+            if shapes != {
+                key: [tokens, width] if key.startswith("boundary_") else [tokens] for key in names
+            }:
                 what = "has other tensors than the index says"
-            elif _places(described.values()) != _places(rows) or any(described[row["id"]] != row for row in done):
+            elif _places(described.values()) != _places(rows) or any(
+                described[row["id"]] != row for row in done
+            ):
                 what = "says other things of its samples than the index"  # it may say more, after a kill
             stored_bytes += path.stat().st_size
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             what = f"cannot be read: {type(error).__name__}"
         if what:
-            report.damaged.update({row["id"]: f"{name} {what}" for row in done if row["id"] not in report.damaged})
+            report.damaged.update(
+                {row["id"]: f"{name} {what}" for row in done if row["id"] not in report.damaged}
+            )
     folder = store.folder / "shards"
-    report.extra = sorted(path.name for path in folder.iterdir() if path.name not in planned) if folder.is_dir() else []
+    report.extra = (
+        sorted(path.name for path in folder.iterdir() if path.name not in planned)
+        if folder.is_dir()
+        else []
+    )
     detail = f"{counted_bytes:,} bytes of samples in {stored_bytes:,} bytes of shards"
-    report.checks.append(("files", not report.extra, detail + (f"; not the store's: {', '.join(report.extra[:5])}" if report.extra else "")))
+    report.checks.append(
+        (
+            "files",
+            not report.extra,
+            detail + (f"; not the store's: {', '.join(report.extra[:5])}" if report.extra else ""),
+        )
+    )
 
 
 def _places(rows) -> list[tuple]:
     """What a shard and the index say alike of every sample that was planned for it."""
-    return sorted((row["offset"], row["id"], row["split"], row["category"], row["topic"], row["shard"], row["length"]) for row in rows)
+    return sorted(
+        (
+            row["offset"],
+            row["id"],
+            row["split"],
+            row["category"],
+            row["topic"],
+            row["shard"],
+            row["length"],
+        )
+        for row in rows
+    )
 
 
 def _check_counts(store: Store, report: VerifyReport) -> None:
@@ -228,10 +307,21 @@ def _check_counts(store: Store, report: VerifyReport) -> None:
     except (ValueError, OSError):
         config = None
     config = config if isinstance(config, dict) else {}
-    wrong = [f"{name} is {config.get(name)}, should be {value}" for name, value in want.items() if config.get(name) != value]
+    wrong = [
+        f"{name} is {config.get(name)}, should be {value}"
+        for name, value in want.items()
+        if config.get(name) != value
+    ]
     if not is_sealed(config):
         wrong = ["missing, torn or altered"]
-    report.checks.append(("data_config.json", not wrong, "; ".join(wrong) or f"{want['total_samples']} samples, {want['total_tokens']:,} tokens, {want['bytes']:,} bytes"))
+    report.checks.append(
+        (
+            "data_config.json",
+            not wrong,
+            "; ".join(wrong)
+            or f"{want['total_samples']} samples, {want['total_tokens']:,} tokens, {want['bytes']:,} bytes",
+        )
+    )
 
 
 def repair(folder: Path, report: VerifyReport) -> list[str]:
@@ -253,7 +343,11 @@ def _repair(folder: Path, report: VerifyReport) -> list[str]:
         except StoreDamaged:
             manifest = None
         if manifest is None:
-            raise EyasError("manifest.json and index.parquet are both torn or altered", "one of them whole", f"python -m eyas data rm {folder.parent.name} --yes, then python -m eyas extract") from None
+            raise EyasError(
+                "manifest.json and index.parquet are both torn or altered",
+                "one of them whole",
+                f"python -m eyas data rm {folder.parent.name} --yes, then python -m eyas extract",
+            ) from None
         write_json(folder / "manifest.json", manifest)
         done.append("manifest.json: written again from the index")
     try:
@@ -266,7 +360,9 @@ def _repair(folder: Path, report: VerifyReport) -> list[str]:
     for name in report.extra:
         path = folder / "shards" / name
         if name not in planned:  # by now
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(
+                missing_ok=True
+            )
             done.append(f"{name}: removed, nobody planned it")
     if any(name == "head" and not ok for name, ok, _ in report.checks):
         (folder / "head.safetensors").unlink(missing_ok=True)
@@ -287,8 +383,14 @@ def _repair(folder: Path, report: VerifyReport) -> list[str]:
 def _rows_of_shards(folder: Path, manifest: dict) -> list[dict]:
     rows, columns = {}, list(index_columns(manifest))
     for path in sorted((folder / "shards").glob("*.safetensors")):
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # its samples are planned anew, after these
-            found = {row["id"]: {name: row[name] for name in columns} for row in rows_of_shard(path)}
-            if not found.keys() & rows.keys() and all(row["shard"] == path.name for row in found.values()):  # else somebody's copy
+        with contextlib.suppress(
+            ValueError, KeyError, TypeError
+        ):  # its samples are planned anew, after these
+            found = {
+                row["id"]: {name: row[name] for name in columns} for row in rows_of_shard(path)
+            }
+            if not found.keys() & rows.keys() and all(
+                row["shard"] == path.name for row in found.values()
+            ):  # else somebody's copy
                 rows |= found
     return list(rows.values())

@@ -103,7 +103,10 @@ class TargetStream:
         body = model.get_decoder()
         # What enters block b is boundary b; what enters the final norm is boundary N.
         modules = [*body.layers, body.norm] if boundaries else []
-        self._hooks = [modules[b].register_forward_pre_hook(self._keep(b), with_kwargs=True) for b in boundaries]
+        self._hooks = [
+            modules[b].register_forward_pre_hook(self._keep(b), with_kwargs=True)
+            for b in boundaries
+        ]
 
     def _keep(self, boundary: int):
         def hook(_, args, kwargs):
@@ -111,16 +114,28 @@ class TargetStream:
 
         return hook
 
-    def forward(self, token_ids: list[int], keep: int, parents: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self, token_ids: list[int], keep: int, parents: list[int] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Feed n tokens after those in the cache: a text, or with `parents` (n - 1 entries, as in `Draft`) a tree whose root is the first of them.
 
         Gives the logits of the last `keep` of them, [keep, V], and the states of all of them, boundaries concatenated in ascending order,
         [n, B*H] (None without boundaries). EyasError: a tree that branches, and a target that can't take one.
         """
         ids = torch.tensor([token_ids], device=self.model.device)
-        tree = {} if parents is None or parents == list(range(-1, len(parents) - 1)) else self._tree(parents)
-        logits = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=keep, **tree).logits[0]  # [keep, V]
-        states = torch.cat([self._states[b] for b in self.boundaries], dim=-1) if self.boundaries else None  # [n, B*H]
+        tree = (
+            {}
+            if parents is None or parents == list(range(-1, len(parents) - 1))
+            else self._tree(parents)
+        )
+        logits = self.model(
+            input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=keep, **tree
+        ).logits[0]  # [keep, V]
+        states = (
+            torch.cat([self._states[b] for b in self.boundaries], dim=-1)
+            if self.boundaries
+            else None
+        )  # [n, B*H]
         return logits, states
 
     def _tree(self, parents: list[int]) -> dict:
@@ -128,16 +143,28 @@ class TargetStream:
         from transformers.cache_utils import DynamicLayer
 
         model, inputs = self.model, inspect.signature(self.model.forward).parameters
-        if any(type(layer) is not DynamicLayer for layer in self.cache.layers) or model.config._attn_implementation != "sdpa" or not {"attention_mask", "position_ids"} <= set(inputs):
-            raise EyasError(f"{type(model).__name__} can't verify a tree of drafts here: that takes an own attention mask, and positions",
-                            "full attention in every layer (no sliding window), through sdpa", "use a chain: -p speculative_eagle_topk 1")
+        if (
+            any(type(layer) is not DynamicLayer for layer in self.cache.layers)
+            or model.config._attn_implementation != "sdpa"
+            or not {"attention_mask", "position_ids"} <= set(inputs)
+        ):
+            raise EyasError(
+                f"{type(model).__name__} can't verify a tree of drafts here: that takes an own attention mask, and positions",
+                "full attention in every layer (no sliding window), through sdpa",
+                "use a chain: -p speculative_eagle_topk 1",
+            )
         n, past = len(parents) + 1, self.cache.get_seq_length()
-        seen = torch.eye(n, dtype=torch.bool)  # [n, n], row: node (0 is the root), column: what it sees
+        seen = torch.eye(
+            n, dtype=torch.bool
+        )  # [n, n], row: node (0 is the root), column: what it sees
         for node, parent in enumerate(parents, 1):
             seen[node] |= seen[parent + 1]
         mask = torch.cat([torch.ones(n, past, dtype=torch.bool), seen], dim=1)  # [n, past + n]
         positions = past + seen.sum(dim=1) - 1  # [n]: a node stands as deep as it has ancestors
-        return {"attention_mask": mask[None, None].to(model.device), "position_ids": positions[None].to(model.device)}
+        return {
+            "attention_mask": mask[None, None].to(model.device),
+            "position_ids": positions[None].to(model.device),
+        }
 
     def roll_back(self, n_tok: int, keep: list[int]) -> None:
         """Of the last n tokens keep only those of these indices (ascending), now directly after what was there before."""
@@ -166,7 +193,11 @@ class Sampler:
 
     def probs(self, logits: torch.Tensor) -> torch.Tensor:
         """softmax(logits / temperature), [..., V] in float32 or wider, on the CPU."""
-        return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature).softmax(-1).cpu()
+        return (
+            (logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature)
+            .softmax(-1)
+            .cpu()
+        )
 
     def draw(self, weights: torch.Tensor) -> int:
         """An index drawn by weights [V], which need no sum of 1."""
@@ -195,12 +226,27 @@ class EagleDraft:
     The settings have SGLang's names and defaults of `Config`. EyasError: a combination that SGLang refuses or changes; topk above the draft vocabulary.
     """
 
-    def __init__(self, drafter: Drafter, steps: int, topk: int = 1, draft_tokens: int = 0, rejection_sampling: bool = False):
-        self.drafter, self.steps, self.topk, self.rejection_sampling = drafter, steps, topk, rejection_sampling
+    def __init__(
+        self,
+        drafter: Drafter,
+        steps: int,
+        topk: int = 1,
+        draft_tokens: int = 0,
+        rejection_sampling: bool = False,
+    ):
+        self.drafter, self.steps, self.topk, self.rejection_sampling = (
+            drafter,
+            steps,
+            topk,
+            rejection_sampling,
+        )
         self.n_nodes = verified_tok(steps, topk, draft_tokens, rejection_sampling) - 1
         self.boundaries = drafter.config.boundaries
         if topk > drafter.config.draft_vocab_size:
-            raise EyasError(f"speculative_eagle_topk = {topk}", f"at most the draft vocabulary, {drafter.config.draft_vocab_size} tokens")
+            raise EyasError(
+                f"speculative_eagle_topk = {topk}",
+                f"at most the draft vocabulary, {drafter.config.draft_vocab_size} tokens",
+            )
 
     def start(self, prompt_ids: list[int], sampler: Sampler) -> None:
         self.cache, self.sampler = DraftCache(), sampler
@@ -210,13 +256,19 @@ class EagleDraft:
         """Run the drafter over the new slots, then level by level over its own drafts; the cache keeps only the former."""
         drafter, cache, topk = self.drafter, self.cache, self.topk
         device, dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
-        out = drafter.extend(torch.tensor(tokens, device=device), drafter.fuse(states.to(device, dtype)), cache)[-1:]  # [1, H]
+        out = drafter.extend(
+            torch.tensor(tokens, device=device), drafter.fuse(states.to(device, dtype)), cache
+        )[-1:]  # [1, H]
         committed, vocab_ids = cache.length, drafter.vocab.ids.to(device)
-        scores = torch.ones(1, device=device)  # [r] of the kept nodes; r is 1 at the root, topk after it
+        scores = torch.ones(
+            1, device=device
+        )  # [r] of the kept nodes; r is 1 at the root, topk after it
         kept = torch.tensor([-1], device=device)  # [r] their indices among all candidates
         seen = torch.ones(1, committed, dtype=torch.bool, device=device)  # [r, slots] what they see
         drawn = [] if self.rejection_sampling and self.sampler.temperature > 0 else None
-        found: list[tuple[torch.Tensor, ...]] = []  # a level: token, parent, probability and score of each candidate, [r * topk] each
+        found: list[
+            tuple[torch.Tensor, ...]
+        ] = []  # a level: token, parent, probability and score of each candidate, [r * topk] each
         for level in range(self.steps):
             logits = drafter.logits(out)  # [r, D]
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -229,23 +281,37 @@ class EagleDraft:
                 probs = proposal.to(device).gather(1, ids)
                 drawn.append(proposal)
             expanded = (scores[:, None] * probs).flatten()  # [r * topk]
-            found.append((vocab_ids[ids.flatten()], kept.repeat_interleave(topk), probs.flatten(), expanded))
+            found.append(
+                (vocab_ids[ids.flatten()], kept.repeat_interleave(topk), probs.flatten(), expanded)
+            )
             if level == self.steps - 1:
                 break
             chosen = expanded.sort(descending=True, stable=True).indices[:topk]  # [topk]
-            kept, scores, rows = chosen + sum(len(before[0]) for before in found[:-1]), expanded[chosen], chosen // topk
-            seen = torch.cat([seen[rows], torch.eye(topk, dtype=torch.bool, device=device)], dim=1)  # [topk, committed + slots of this tree]
+            kept, scores, rows = (
+                chosen + sum(len(before[0]) for before in found[:-1]),
+                expanded[chosen],
+                chosen // topk,
+            )
+            seen = torch.cat(
+                [seen[rows], torch.eye(topk, dtype=torch.bool, device=device)], dim=1
+            )  # [topk, committed + slots of this tree]
             positions = torch.full((topk,), committed + level, device=device)
-            out = drafter.extend(found[-1][0][chosen], drafter.feed_back(out)[rows], cache, positions, seen)  # [topk, H]
+            out = drafter.extend(
+                found[-1][0][chosen], drafter.feed_back(out)[rows], cache, positions, seen
+            )  # [topk, H]
         cache.truncate(committed)
         candidates = [torch.cat(parts) for parts in zip(*found)]
         # Stable: of equal scores the earlier candidate, a parent before its child. A node without its parent could not be verified.
-        best = candidates[3].sort(descending=True, stable=True).indices[: self.n_nodes].sort().values
+        best = (
+            candidates[3].sort(descending=True, stable=True).indices[: self.n_nodes].sort().values
+        )
         index = {-1: -1} | {candidate: node for node, candidate in enumerate(best.tolist())}
         nodes, parents, probs = (part[best].tolist() for part in candidates[:3])
         draft = Draft(nodes, [index[parent] for parent in parents], probs)
         if drawn is not None:
-            draft.proposal = torch.zeros(len(nodes), drafter.config.vocab_size, dtype=drawn[0].dtype)
+            draft.proposal = torch.zeros(
+                len(nodes), drafter.config.vocab_size, dtype=drawn[0].dtype
+            )
             draft.proposal[:, drafter.vocab.ids.cpu()] = torch.cat(drawn)
         return draft
 
@@ -256,7 +322,9 @@ class ShuffledDraft(EagleDraft):
 
     def start(self, prompt_ids: list[int], sampler: Sampler) -> None:
         super().start(prompt_ids, sampler)
-        self._generator = torch.Generator().manual_seed(sampler.generator.initial_seed())  # its own: the target's draws stay the same
+        self._generator = torch.Generator().manual_seed(
+            sampler.generator.initial_seed()
+        )  # its own: the target's draws stay the same
         self._tokens: list[int] = []
         self._states: list[torch.Tensor] = []
 
@@ -286,7 +354,9 @@ class PromptLookup:
     def draft(self, tokens: list[int], states: None) -> Draft:
         self._ids += tokens
         ids = np.array(self._ids)
-        ends = np.flatnonzero(ids[:-1] == ids[-1])  # where an n-gram equal to the text's last n tokens ends, for n = 1, 2, ...
+        ends = np.flatnonzero(
+            ids[:-1] == ids[-1]
+        )  # where an n-gram equal to the text's last n tokens ends, for n = 1, 2, ...
         n, longest = 1, ends
         while len(ends):
             longest = ends
@@ -328,7 +398,14 @@ def greedy_decode(model, prompt_ids: list[int], max_new_tok: int) -> Trace:
 
 
 @torch.inference_mode()
-def speculative_decode(model, method: DraftMethod, prompt_ids: list[int], max_new_tok: int, temperature: float = 0.0, seed: int = 0) -> Trace:
+def speculative_decode(
+    model,
+    method: DraftMethod,
+    prompt_ids: list[int],
+    max_new_tok: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Trace:
     """Speculative decoding with any drafting method. At temperature 0 it gives what `greedy_decode` gives, else tokens drawn as the target's are, by `seed`.
 
     EyasError: a draft that branches, and a target that can't verify one (sliding-window layers, another attention than sdpa).
@@ -340,24 +417,42 @@ def speculative_decode(model, method: DraftMethod, prompt_ids: list[int], max_ne
         logits, states = target.forward(prompt_ids, keep=1)
         _, token = _verify(Draft([], [], []), logits, sampler)
         trace = Trace([token], _top2(logits))
-        fresh = [*prompt_ids[1:], token]  # token j+1 of every committed slot j that the method has not seen
+        fresh = [
+            *prompt_ids[1:],
+            token,
+        ]  # token j+1 of every committed slot j that the method has not seen
         now = time.perf_counter()
         trace.prefill_s = now - start
         while len(trace.tokens) < max_new_tok and trace.tokens[-1] not in ends:
             draft, began = method.draft(fresh, states), now
             drafted = time.perf_counter()
             n_tok = len(draft.tokens) + 1
-            logits, states = target.forward([trace.tokens[-1], *draft.tokens], keep=n_tok, parents=draft.parents)  # [n, V], [n, B*H]
+            logits, states = target.forward(
+                [trace.tokens[-1], *draft.tokens], keep=n_tok, parents=draft.parents
+            )  # [n, V], [n, B*H]
             accepted, bonus = _verify(draft, logits, sampler)
-            rows = [0, *(node + 1 for node in accepted)]  # of the last token and of the accepted drafts
+            rows = [
+                0,
+                *(node + 1 for node in accepted),
+            ]  # of the last token and of the accepted drafts
             target.roll_back(n_tok, rows)
             fresh = [*(draft.tokens[node] for node in accepted), bonus]
             states = states[rows] if states is not None else None
-            kept = next((i for i, token in enumerate(fresh) if token in ends), len(accepted)) + 1  # tokens up to the end of the text
+            kept = (
+                next((i for i, token in enumerate(fresh) if token in ends), len(accepted)) + 1
+            )  # tokens up to the end of the text
             trace.tokens += fresh[:kept]
             trace.top2 += _top2(logits[rows[:kept]])
             now = time.perf_counter()
-            trace.steps.append(_step(draft, accepted[:kept], bonus if kept > len(accepted) else None, drafted - began, now - drafted))
+            trace.steps.append(
+                _step(
+                    draft,
+                    accepted[:kept],
+                    bonus if kept > len(accepted) else None,
+                    drafted - began,
+                    now - drafted,
+                )
+            )
     trace.tokens, trace.top2 = trace.tokens[:max_new_tok], trace.top2[:max_new_tok]
     trace.seconds = time.perf_counter() - start
     return trace
@@ -368,7 +463,10 @@ def _verify(draft: Draft, logits: torch.Tensor, sampler: Sampler) -> tuple[list[
     if draft.proposal is not None:
         return _verify_drawn(draft, logits, sampler)
     argmax = logits.argmax(dim=-1).tolist() if sampler.temperature == 0 else None
-    children = {(parent, token): node for node, (parent, token) in enumerate(zip(draft.parents, draft.tokens))}
+    children = {
+        (parent, token): node
+        for node, (parent, token) in enumerate(zip(draft.parents, draft.tokens))
+    }
     accepted, at = [], -1
     while True:
         token = sampler.draw(sampler.probs(logits[at + 1])) if argmax is None else argmax[at + 1]
@@ -384,11 +482,15 @@ def _verify_drawn(draft: Draft, logits: torch.Tensor, sampler: Sampler) -> tuple
         p, q = sampler.probs(logits[node]), draft.proposal[node]  # [V]
         if sampler.uniform() * q[token] >= p[token]:
             left = (p - q).clamp(min=0)
-            return list(range(node)), sampler.draw(left if left.sum() > 0 else p)  # p: where rounding alone tells them apart
+            return list(range(node)), sampler.draw(
+                left if left.sum() > 0 else p
+            )  # p: where rounding alone tells them apart
     return list(range(len(draft.tokens))), sampler.draw(sampler.probs(logits[-1]))
 
 
-def _step(draft: Draft, accepted: list[int], bonus: int | None, draft_s: float, verify_s: float) -> Step:
+def _step(
+    draft: Draft, accepted: list[int], bonus: int | None, draft_s: float, verify_s: float
+) -> Step:
     """The record of a step; without a bonus token the text ended at the last accepted node, and what was drafted behind it is left out."""
     behind = set()
     for node, parent in enumerate(draft.parents):
@@ -396,8 +498,15 @@ def _step(draft: Draft, accepted: list[int], bonus: int | None, draft_s: float, 
             behind.add(node)
     counted = [node for node in range(len(draft.tokens)) if node not in behind]
     index = {-1: -1} | {node: i for i, node in enumerate(counted)}
-    return Step([draft.tokens[node] for node in counted], [index[draft.parents[node]] for node in counted], [draft.confidence[node] for node in counted],
-                [index[node] for node in accepted], bonus, draft_s, verify_s)
+    return Step(
+        [draft.tokens[node] for node in counted],
+        [index[draft.parents[node]] for node in counted],
+        [draft.confidence[node] for node in counted],
+        [index[node] for node in accepted],
+        bonus,
+        draft_s,
+        verify_s,
+    )
 
 
 def response_start(loss_mask: np.ndarray) -> int:
@@ -407,17 +516,24 @@ def response_start(loss_mask: np.ndarray) -> int:
     """
     last = np.flatnonzero(loss_mask)
     if len(last) == 0:
-        raise EyasError("a sample without a supervised token", "a loss mask that selects the assistant's tokens")
+        raise EyasError(
+            "a sample without a supervised token", "a loss mask that selects the assistant's tokens"
+        )
     before = np.flatnonzero(~loss_mask[: last[-1]])
     if len(before) == 0:
-        raise EyasError("a sample that begins with the response", "a prompt before the assistant's turn")
+        raise EyasError(
+            "a sample that begins with the response", "a prompt before the assistant's turn"
+        )
     return int(before[-1]) + 1
 
 
 def heldout_samples(config: Config, target: Target, prompts: PromptSet) -> list[Sample]:
     """The first `decode_prompts` held-out conversations in the seeded order, encoded: the beginning of what `extract` takes."""
     tokenizer = target.tokenizer()
-    return [encode(conversation, tokenizer, config.max_length) for conversation in prompts.select("heldout", config.decode_prompts, config.seed)]
+    return [
+        encode(conversation, tokenizer, config.max_length)
+        for conversation in prompts.select("heldout", config.decode_prompts, config.seed)
+    ]
 
 
 def load_model(target: Target, dtype: torch.dtype, device: str):

@@ -44,48 +44,90 @@ from eyas.models.drafter import Drafter
 from eyas.models.target import Head, Target
 
 
-def walk(drafter: Drafter, store, ids: list[str], draft_length: int, max_tok: int | None = None) -> pd.DataFrame:
+def walk(
+    drafter: Drafter, store, ids: list[str], draft_length: int, max_tok: int | None = None
+) -> pd.DataFrame:
     """Walk the last response of each stored sample: its counts, one row a sample (see the module's head).
 
     `all_slots` and `all_hits` are the counts of the estimate that overstates; `max_tok`: only that many tokens of each response, as decoding may be cut.
     EyasError where a sample has no response, or the store lacks the drafter's boundaries."""
     rows = []
     for id in ids:
-        input_ids, states, start = _response(store.read(id, drafter.config.boundaries), drafter.config.boundaries, max_tok)
-        hits = leading_hits(drafter, input_ids, states, start, draft_length)  # of slots start-1 .. end-3
+        input_ids, states, start = _response(
+            store.read(id, drafter.config.boundaries), drafter.config.boundaries, max_tok
+        )
+        hits = leading_hits(
+            drafter, input_ids, states, start, draft_length
+        )  # of slots start-1 .. end-3
         proposed, accepted = jump(hits, draft_length)
         outside = drafter.vocab.to_draft(input_ids[start + 1 :]) < 0
         row = {
-            "id": id, "category": store.category(id), "response_tok": len(input_ids) - start, "verify_steps": len(proposed),
-            "drafted": int(proposed.sum()), "accepted": int(accepted.sum()),
-            "draftable_tok": len(outside), "outside_vocab_tok": int(outside.sum()), "all_slots": len(hits), "all_hits": int(hits.sum()),
-        }  # fmt: skip
+            "id": id,
+            "category": store.category(id),
+            "response_tok": len(input_ids) - start,
+            "verify_steps": len(proposed),
+            "drafted": int(proposed.sum()),
+            "accepted": int(accepted.sum()),
+            "draftable_tok": len(outside),
+            "outside_vocab_tok": int(outside.sum()),
+            "all_slots": len(hits),
+            "all_hits": int(hits.sum()),
+        }
         row |= position_counts(proposed, accepted, draft_length)
         rows.append(row)
     return pd.DataFrame(rows)
 
 
-def sampled_walk(drafter: Drafter, store, ids: list[str], draft_length: int, temperature: float, max_tok: int | None = None) -> pd.DataFrame:
+def sampled_walk(
+    drafter: Drafter,
+    store,
+    ids: list[str],
+    draft_length: int,
+    temperature: float,
+    max_tok: int | None = None,
+) -> pd.DataFrame:
     """The walk where target and drafter both draw their tokens at `temperature`: expected counts, one row a sample (see the module's head)."""
     head, n_blocks, rows = store.head(), store.boundaries[-1], []
     for id in ids:
         sample = store.read(id, Boundaries(drafter.config.boundaries, n_blocks).with_last)
         input_ids, states, start = _response(sample, drafter.config.boundaries, max_tok)
-        chances = overlaps(drafter, head, input_ids, states, sample["states"][n_blocks][: len(input_ids)], start, draft_length, temperature)
+        chances = overlaps(
+            drafter,
+            head,
+            input_ids,
+            states,
+            sample["states"][n_blocks][: len(input_ids)],
+            start,
+            draft_length,
+            temperature,
+        )
         rows.append({"id": id, "category": store.category(id), **expected_walk(chances)})
     return pd.DataFrame(rows)
 
 
-def _response(sample: dict, boundaries: tuple[int, ...], max_tok: int | None) -> tuple[torch.Tensor, torch.Tensor, int]:
+def _response(
+    sample: dict, boundaries: tuple[int, ...], max_tok: int | None
+) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Token ids [E] and states [E, B*H] up to the end of a stored sample's last response (or of its first `max_tok` tokens), and where it starts."""
     start = response_start(sample["loss_mask"].numpy())
     end = int(sample["loss_mask"].nonzero()[-1]) + 1
     end = end if max_tok is None else min(end, start + max_tok)
-    return sample["input_ids"][:end], torch.cat([sample["states"][b] for b in boundaries], dim=-1)[:end], start
+    return (
+        sample["input_ids"][:end],
+        torch.cat([sample["states"][b] for b in boundaries], dim=-1)[:end],
+        start,
+    )
 
 
 @torch.inference_mode()
-def unroll(drafter: Drafter, input_ids: torch.Tensor, states: torch.Tensor, start: int, draft_length: int, judge) -> None:
+def unroll(
+    drafter: Drafter,
+    input_ids: torch.Tensor,
+    states: torch.Tensor,
+    start: int,
+    draft_length: int,
+    judge,
+) -> None:
     """Draft `draft_length` steps from each point of a response, all points in one batched pass, along the stored tokens.
 
     input_ids [E] and states [E, B*H] end with the response, which begins at `start`. Point i, of E - 1 - start, is slot start - 1 + i, i.e. the
@@ -100,18 +142,30 @@ def unroll(drafter: Drafter, input_ids: torch.Tensor, states: torch.Tensor, star
     slots = torch.arange(start - 1, n, device=states.device)  # [R] those that draft
     hidden = drafter.fuse(states[:n])  # [n, H]
     x = layer.inputs(layer.input_layernorm(drafter.embed_tokens(ids[1 : n + 1])), hidden)  # [n, 2H]
-    keys, values = attention.keys_values(x, torch.arange(n, device=x.device))  # [n, kv heads, head_dim]
-    own: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values of steps 1 .. s, [R, kv heads, head_dim] each
+    keys, values = attention.keys_values(
+        x, torch.arange(n, device=x.device)
+    )  # [n, kv heads, head_dim]
+    own: list[
+        tuple[torch.Tensor, torch.Tensor]
+    ] = []  # keys and values of steps 1 .. s, [R, kv heads, head_dim] each
     out, x = hidden[slots], x[slots]
     for step in range(draft_length):
         if step > 0:
             out = drafter.feed_back(out)
-            x = layer.inputs(layer.input_layernorm(drafter.embed_tokens(ids[slots + 1 + step])), out)  # [R, 2H]
+            x = layer.inputs(
+                layer.input_layernorm(drafter.embed_tokens(ids[slots + 1 + step])), out
+            )  # [R, 2H]
             own.append(attention.keys_values(x, slots + step))
-        queries = attention.queries(x, slots + step).unflatten(1, (keys.shape[1], -1))  # [R, kv heads, group, head_dim]
+        queries = attention.queries(x, slots + step).unflatten(
+            1, (keys.shape[1], -1)
+        )  # [R, kv heads, group, head_dim]
         unseen = torch.arange(n, device=x.device) > slots[:, None]  # [R, n]
-        scores = torch.einsum("rkgd,nkd->rkgn", queries, keys).masked_fill(unseen[:, None, None], -torch.inf)
-        scores = torch.cat([scores, *((queries * k[:, :, None]).sum(-1, keepdim=True) for k, _ in own)], dim=-1)  # [R, kv heads, group, n + step]
+        scores = torch.einsum("rkgd,nkd->rkgn", queries, keys).masked_fill(
+            unseen[:, None, None], -torch.inf
+        )
+        scores = torch.cat(
+            [scores, *((queries * k[:, :, None]).sum(-1, keepdim=True) for k, _ in own)], dim=-1
+        )  # [R, kv heads, group, n + step]
         weights = (scores * queries.shape[-1] ** -0.5).softmax(-1)
         attended = torch.einsum("rkgn,nkd->rkgd", weights[..., :n], values)
         for i, (_, v) in enumerate(own):
@@ -124,17 +178,24 @@ def unroll(drafter: Drafter, input_ids: torch.Tensor, states: torch.Tensor, star
             break
 
 
-def leading_hits(drafter: Drafter, input_ids: torch.Tensor, states: torch.Tensor, start: int, draft_length: int) -> np.ndarray:
+def leading_hits(
+    drafter: Drafter, input_ids: torch.Tensor, states: torch.Tensor, start: int, draft_length: int
+) -> np.ndarray:
     """How many drafts equal the stored tokens before the first that does not, for each point of the response as in `unroll`, [E - 1 - start].
 
     A point goes on while its drafts are the stored tokens, so what it sees next is its own draft.
     """
-    vocab_ids, following = drafter.vocab.ids.to(drafter.fc.weight.device), input_ids[start + 1 :].to(drafter.fc.weight.device)
+    vocab_ids, following = (
+        drafter.vocab.ids.to(drafter.fc.weight.device),
+        input_ids[start + 1 :].to(drafter.fc.weight.device),
+    )
     hits = torch.zeros(len(following), dtype=torch.int64, device=following.device)
 
     def judge(step: int, points: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         at = points + step
-        right = (at < len(following)) & (vocab_ids[logits.argmax(-1)] == following[at.clamp(max=len(following) - 1)])
+        right = (at < len(following)) & (
+            vocab_ids[logits.argmax(-1)] == following[at.clamp(max=len(following) - 1)]
+        )
         hits[points[right]] += 1
         return right
 
@@ -142,8 +203,16 @@ def leading_hits(drafter: Drafter, input_ids: torch.Tensor, states: torch.Tensor
     return hits.cpu().numpy()
 
 
-def overlaps(drafter: Drafter, head: Head, input_ids: torch.Tensor, states: torch.Tensor, last: torch.Tensor, start: int, draft_length: int,
-             temperature: float = 1.0) -> np.ndarray:
+def overlaps(
+    drafter: Drafter,
+    head: Head,
+    input_ids: torch.Tensor,
+    states: torch.Tensor,
+    last: torch.Tensor,
+    start: int,
+    draft_length: int,
+    temperature: float = 1.0,
+) -> np.ndarray:
     """sum over tokens of min(p, q): the chance that a draft drawn from q is accepted, for each point and step of `unroll`, [E - 1 - start, draft_length].
 
     p is the target's distribution at `temperature`, from the stored last states [E, H] through the head; q is the drafter's, zero outside its
@@ -153,12 +222,16 @@ def overlaps(drafter: Drafter, head: Head, input_ids: torch.Tensor, states: torc
     n_points, head = len(input_ids) - 1 - start, head.to(device)
     found = np.full((n_points, draft_length), np.nan)
     if n_points:
-        p = (head.logits(last[start:-1].to(device)) / temperature).softmax(-1)[:, drafter.vocab.ids.to(device)]  # [points, D], of tokens start + 1 ..
+        p = (head.logits(last[start:-1].to(device)) / temperature).softmax(-1)[
+            :, drafter.vocab.ids.to(device)
+        ]  # [points, D], of tokens start + 1 ..
 
     def judge(step: int, points: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         there = points + step < n_points
         q = (logits[there].float() / temperature).softmax(-1)
-        found[points[there].cpu().numpy(), step] = torch.minimum(p[points[there] + step], q).sum(-1).cpu().numpy()
+        found[points[there].cpu().numpy(), step] = (
+            torch.minimum(p[points[there] + step], q).sum(-1).cpu().numpy()
+        )
         return there
 
     unroll(drafter, input_ids, states, start, draft_length, judge)
@@ -186,8 +259,17 @@ def expected_walk(chances: np.ndarray) -> dict[str, float]:
             accepted[i] += begins[t] * reach
             all_hits += reach
         begins[t + left + 1] += begins[t] * reach
-    by_position = {f"{name}_{i + 1}": float(values[i]) for i in range(k) for name, values in (("reached", reached), ("accepted", accepted))}
-    return {"verify_steps": float(begins[:n].sum()), "accepted": float(accepted.sum()), "all_slots": n, "all_hits": all_hits} | by_position
+    by_position = {
+        f"{name}_{i + 1}": float(values[i])
+        for i in range(k)
+        for name, values in (("reached", reached), ("accepted", accepted))
+    }
+    return {
+        "verify_steps": float(begins[:n].sum()),
+        "accepted": float(accepted.sum()),
+        "all_slots": n,
+        "all_hits": all_hits,
+    } | by_position
 
 
 def jump(hits: np.ndarray, draft_length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -210,7 +292,11 @@ def run_walk(config: Config, drafter: Drafter, store) -> dict:
     drafter = drafter.to(config.device).eval()
     ids = store.samples("heldout")
     if not ids:
-        raise EyasError("the store has no held-out sample", "at least one", "python -m eyas extract -p heldout_samples 48")
+        raise EyasError(
+            "the store has no held-out sample",
+            "at least one",
+            "python -m eyas extract -p heldout_samples 48",
+        )
     table = walk(drafter, store, ids, config.speculative_num_steps)
     temperature = config.temperature or 1.0
     sampled = sampled_walk(drafter, store, ids, config.speculative_num_steps, temperature)
@@ -220,16 +306,35 @@ def run_walk(config: Config, drafter: Drafter, store) -> dict:
 
     def lengths(table: pd.DataFrame) -> dict:
         return {
-            "acceptance_length": interval(table["accepted"] + table["verify_steps"], table["verify_steps"]),  # bonus token included
-            "accepted_per_step": interval(table["accepted"], table["verify_steps"]),  # without the bonus token
-            "all_slots_acceptance_length": interval(table["all_hits"] + table["all_slots"], table["all_slots"]),  # overstates
+            "acceptance_length": interval(
+                table["accepted"] + table["verify_steps"], table["verify_steps"]
+            ),  # bonus token included
+            "accepted_per_step": interval(
+                table["accepted"], table["verify_steps"]
+            ),  # without the bonus token
+            "all_slots_acceptance_length": interval(
+                table["all_hits"] + table["all_slots"], table["all_slots"]
+            ),  # overstates
         }
 
     def total(table: pd.DataFrame) -> dict:
-        return {"samples": len(table), **{name: table[name].sum().item() for name in table.columns if name not in ("id", "category")}}
+        return {
+            "samples": len(table),
+            **{
+                name: table[name].sum().item()
+                for name in table.columns
+                if name not in ("id", "category")
+            },
+        }
 
     record = {
-        "settings": {**judged_file(config), "speculative_num_steps": config.speculative_num_steps, "temperature": temperature, "seed": config.seed, "interval": "95 %, percentile bootstrap over samples"},
+        "settings": {
+            **judged_file(config),
+            "speculative_num_steps": config.speculative_num_steps,
+            "temperature": temperature,
+            "seed": config.seed,
+            "interval": "95 %, percentile bootstrap over samples",
+        },
         "counts": total(table),
         **lengths(table),
         "by_position": position_ratios(table, config),
@@ -237,15 +342,28 @@ def run_walk(config: Config, drafter: Drafter, store) -> dict:
         "sampled": {
             "counts": total(sampled),
             **lengths(sampled),
-            "by_position": [{"position": i, "conditional": interval(sampled[f"accepted_{i}"], sampled[f"reached_{i}"])} for i in range(1, config.speculative_num_steps + 1)],
+            "by_position": [
+                {
+                    "position": i,
+                    "conditional": interval(sampled[f"accepted_{i}"], sampled[f"reached_{i}"]),
+                }
+                for i in range(1, config.speculative_num_steps + 1)
+            ],
         },
-    }  # fmt: skip
+    }
     keep_earlier(config.acceptance_dir, ("walk.json",), record)
     write_json(config.acceptance_dir / "walk.json", record)
     return record
 
 
-def against_decoding(config: Config, target: Target, drafter: Drafter, store, prompts: list[Prompt], acceptance: Acceptance) -> dict:
+def against_decoding(
+    config: Config,
+    target: Target,
+    drafter: Drafter,
+    store,
+    prompts: list[Prompt],
+    acceptance: Acceptance,
+) -> dict:
     """Offline minus real, paired by prompt, for as many tokens as were decoded. `prompts` are those that `acceptance` was measured with.
 
     "greedy" and "sampled" are over the decoded prompts whose responses the store holds, walked on those responses; "sampled_texts" is the sampled estimate
@@ -260,29 +378,61 @@ def against_decoding(config: Config, target: Target, drafter: Drafter, store, pr
     table = table[table["id"].isin(stored)]
     same = []
     for id, trace in zip(table["id"], table["trace"]):
-        ids, _, start = _response(store.read(id, drafter.config.boundaries), drafter.config.boundaries, len(trace.tokens))
+        ids, _, start = _response(
+            store.read(id, drafter.config.boundaries), drafter.config.boundaries, len(trace.tokens)
+        )
         same.append(ids[start:].tolist() == trace.tokens)
     same = np.array(same, dtype=bool)
-    steps, n_tok, temperature = config.speculative_num_steps, config.decode_new_tok, config.temperature or 1.0
+    steps, n_tok, temperature = (
+        config.speculative_num_steps,
+        config.decode_new_tok,
+        config.temperature or 1.0,
+    )
     drawn = acceptance.baselines[acceptance.baselines["method"] == SAMPLED]
     found_stored = drawn[drawn["id"].isin(stored)]
-    record: dict = {"prompts": len(table), "same_text": int(same.sum()), "greedy": None, "sampled": None, "sampled_texts": None}
+    record: dict = {
+        "prompts": len(table),
+        "same_text": int(same.sum()),
+        "greedy": None,
+        "sampled": None,
+        "sampled_texts": None,
+    }
     if len(table) and config.temperature == 0 and config.speculative_eagle_topk == 1:
         walked = walk(drafter, store, list(table["id"]), steps, n_tok)
         record["greedy"] = _minus(walked, table, config.seed)
         if same.any():
-            record["greedy"]["same_text_difference"] = _minus(walked[same], table[same], config.seed)["difference"]
+            record["greedy"]["same_text_difference"] = _minus(
+                walked[same], table[same], config.seed
+            )["difference"]
     if len(found_stored):
-        record["sampled"] = _minus(sampled_walk(drafter, store, list(found_stored["id"]), steps, temperature, n_tok), found_stored, config.seed)
+        record["sampled"] = _minus(
+            sampled_walk(drafter, store, list(found_stored["id"]), steps, temperature, n_tok),
+            found_stored,
+            config.seed,
+        )
     if len(drawn):
         by_id = {prompt.id: prompt for prompt in prompts}
-        walked = walk_texts(target, drafter, [by_id[id].input_ids for id in drawn["id"]], [trace.tokens for trace in acceptance.traces["float32"][SAMPLED]], steps, temperature)
+        walked = walk_texts(
+            target,
+            drafter,
+            [by_id[id].input_ids for id in drawn["id"]],
+            [trace.tokens for trace in acceptance.traces["float32"][SAMPLED]],
+            steps,
+            temperature,
+        )
         record["sampled_texts"] = _minus(walked, drawn, config.seed)
     write_json(config.acceptance_dir / "offline.json", record)
     return record
 
 
-def walk_texts(target: Target, drafter: Drafter, prompts: list[list[int]], texts: list[list[int]], draft_length: int, temperature: float) -> pd.DataFrame:
+def walk_texts(
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    texts: list[list[int]],
+    draft_length: int,
+    temperature: float,
+) -> pd.DataFrame:
     """`sampled_walk` over texts that are in no store: the target runs once over each prompt and text, in float32. A row a text."""
     device = str(drafter.fc.weight.device)
     model, head, rows = load_model(target, torch.float32, device), target.head(), []
@@ -290,9 +440,27 @@ def walk_texts(target: Target, drafter: Drafter, prompts: list[list[int]], texts
     kept = Boundaries(boundaries, n_blocks).with_last
     for prompt, text in zip(prompts, texts):
         with TargetStream(model, kept) as stream, torch.inference_mode():
-            states = dict(zip(kept, stream.forward([*prompt, *text], keep=1)[1].split(target.hidden_size, dim=-1)))
+            states = dict(
+                zip(
+                    kept,
+                    stream.forward([*prompt, *text], keep=1)[1].split(target.hidden_size, dim=-1),
+                )
+            )
         ids = torch.tensor([*prompt, *text])
-        rows.append(expected_walk(overlaps(drafter, head, ids, torch.cat([states[b] for b in boundaries], dim=-1), states[n_blocks], len(prompt), draft_length, temperature)))
+        rows.append(
+            expected_walk(
+                overlaps(
+                    drafter,
+                    head,
+                    ids,
+                    torch.cat([states[b] for b in boundaries], dim=-1),
+                    states[n_blocks],
+                    len(prompt),
+                    draft_length,
+                    temperature,
+                )
+            )
+        )
     return pd.DataFrame(rows)
 
 
@@ -302,38 +470,63 @@ def _minus(offline: pd.DataFrame, decoded: pd.DataFrame, seed: int) -> dict:
     def length(accepted: pd.Series, steps: pd.Series) -> tuple[np.ndarray, np.ndarray]:
         return accepted.to_numpy() + steps.to_numpy(), steps.to_numpy()
 
-    walked, slots, real = length(offline["accepted"], offline["verify_steps"]), length(offline["all_hits"], offline["all_slots"]), length(decoded["accepted"], decoded["verify_steps"])
+    walked, slots, real = (
+        length(offline["accepted"], offline["verify_steps"]),
+        length(offline["all_hits"], offline["all_slots"]),
+        length(decoded["accepted"], decoded["verify_steps"]),
+    )
     return {
         "prompts": len(decoded),
-        **{name: ratio_interval(*pair, seed).as_dict() for name, pair in (("offline", walked), ("all_slots", slots), ("decoded", real))},
-        "difference": difference_interval(walked, real, seed).as_dict(), "all_slots_difference": difference_interval(slots, real, seed).as_dict(),
-    }  # fmt: skip
+        **{
+            name: ratio_interval(*pair, seed).as_dict()
+            for name, pair in (("offline", walked), ("all_slots", slots), ("decoded", real))
+        },
+        "difference": difference_interval(walked, real, seed).as_dict(),
+        "all_slots_difference": difference_interval(slots, real, seed).as_dict(),
+    }
 
 
 def agreement(record: dict) -> str:
     """offline.json in words: does the estimate agree with real decoding?"""
     lines = []
-    for key, name in (("greedy", "greedy"), ("sampled", "sampled, stored texts"), ("sampled_texts", "sampled, its own texts")):
+    for key, name in (
+        ("greedy", "greedy"),
+        ("sampled", "sampled, stored texts"),
+        ("sampled_texts", "sampled, its own texts"),
+    ):
         found = record[key]
         if found is None:
             continue
         d = found["difference"]
-        agree = "too few prompts to tell" if d["low"] is None else "they agree, the interval holds 0" if d["low"] <= 0 <= d["high"] else "they differ beyond the interval"
+        agree = (
+            "too few prompts to tell"
+            if d["low"] is None
+            else "they agree, the interval holds 0"
+            if d["low"] <= 0 <= d["high"]
+            else "they differ beyond the interval"
+        )
         if key == "greedy":
             again = found.get("same_text_difference")
-            agree += f" ({record['same_text']} of {record['prompts']} texts are the same in both" + (f"; over those the difference is {interval_text(again)})" if again else ")")
+            agree += (
+                f" ({record['same_text']} of {record['prompts']} texts are the same in both"
+                + (f"; over those the difference is {interval_text(again)})" if again else ")")
+            )
         if key == "sampled" and agree.startswith("they differ"):
             agree += ": what is drawn is not the stored, greedy text"
-        lines.append(f"{name}: offline {interval_text(found['offline'])}, decoded {interval_text(found['decoded'])}, difference {interval_text(d)} "
-                     f"over {found['prompts']} prompts: {agree}; over all slots {interval_text(found['all_slots'])}, off by {interval_text(found['all_slots_difference'])}")
+        lines.append(
+            f"{name}: offline {interval_text(found['offline'])}, decoded {interval_text(found['decoded'])}, difference {interval_text(d)} "
+            f"over {found['prompts']} prompts: {agree}; over all slots {interval_text(found['all_slots'])}, off by {interval_text(found['all_slots_difference'])}"
+        )
     return "\n".join(lines) or "no decoded prompt has a response in the store: nothing to compare"
 
 
 def summary(record: dict) -> str:
     """walk.json in a few lines."""
     sampled = record["sampled"]
-    return (f"acceptance length {interval_text(record['acceptance_length'])} (bonus token included) over {record['counts']['samples']} held-out samples, "
-            f"{record['counts']['verify_steps']} steps; outside the draft vocabulary {interval_text(record['outside_vocab'])}\n"
-            f"mean over all slots, which overstates: {interval_text(record['all_slots_acceptance_length'])}\n"
-            f"sampled at temperature {record['settings']['temperature']:g}: {interval_text(sampled['acceptance_length'])} expected; "
-            f"over all slots {interval_text(sampled['all_slots_acceptance_length'])}")
+    return (
+        f"acceptance length {interval_text(record['acceptance_length'])} (bonus token included) over {record['counts']['samples']} held-out samples, "
+        f"{record['counts']['verify_steps']} steps; outside the draft vocabulary {interval_text(record['outside_vocab'])}\n"
+        f"mean over all slots, which overstates: {interval_text(record['all_slots_acceptance_length'])}\n"
+        f"sampled at temperature {record['settings']['temperature']:g}: {interval_text(sampled['acceptance_length'])} expected; "
+        f"over all slots {interval_text(sampled['all_slots_acceptance_length'])}"
+    )

@@ -57,7 +57,9 @@ class Served:
     def passed(self) -> bool:
         """Nothing is off, and in float32 the text is that of the server without a drafter."""
         same = self.record["identical"]
-        return not self.record["off"] and (same is None or same["differing"] == 0 or self.record["settings"]["dtype"] != "float32")
+        return not self.record["off"] and (
+            same is None or same["differing"] == 0 or self.record["settings"]["dtype"] != "float32"
+        )
 
     def __str__(self) -> str:
         r = self.record
@@ -66,17 +68,26 @@ class Served:
             f"acceptance length (bonus token included), {r['counts']['prompts']} prompts: the server says {interval_text(r['acceptance_length'])} in {r['settings']['dtype']}, "
             f"our decoding {interval_text(r['decoded']['acceptance_length'])} in {r['settings']['decoded_dtype']}",
             f"difference, paired by prompt: {interval_text(r['difference'])}: {r['verdict']}; in {r['same_counts']} of {r['counts']['prompts']} prompts every position counts the same",
-            *(f"  position {p['position']}: at least so many accepted in {interval_text(p['server'])} of the server's verify steps, {interval_text(p['ours'])} of ours, "
-              f"difference {interval_text(p['difference'])}" for p in r["by_position"]),
+            *(
+                f"  position {p['position']}: at least so many accepted in {interval_text(p['server'])} of the server's verify steps, {interval_text(p['ours'])} of ours, "
+                f"difference {interval_text(p['difference'])}"
+                for p in r["by_position"]
+            ),
             f"boundaries that feed the drafter: {r['round_trip']['served']}, trained on {r['round_trip']['trained']}, ids {r['round_trip']['ids']}",
-            "output beside the server without a drafter: not compared" if same is None else
-            f"output identical to the server without a drafter: {same['prompts'] - same['differing']} of {same['prompts']} prompts",
-        ]  # fmt: skip
+            "output beside the server without a drafter: not compared"
+            if same is None
+            else f"output identical to the server without a drafter: {same['prompts'] - same['differing']} of {same['prompts']} prompts",
+        ]
         if r["speed_ratio"]:
-            lines.append(f"one request at a time, {r['speed_prompts']} prompts: {interval_text(r['speed_ratio'])} times the speed of the server without a drafter, {r['settings']['dtype']}, "
-                         f"prefill left out, both {'with' if r['settings']['overlap'] else 'without'} SGLang's overlap scheduler")
+            lines.append(
+                f"one request at a time, {r['speed_prompts']} prompts: {interval_text(r['speed_ratio'])} times the speed of the server without a drafter, {r['settings']['dtype']}, "
+                f"prefill left out, both {'with' if r['settings']['overlap'] else 'without'} SGLang's overlap scheduler"
+            )
         if r["off"]:
-            lines.append("what is known to cause that, checked one by one:\n" + cause_table(r).to_string(index=False, justify="left"))
+            lines.append(
+                "what is known to cause that, checked one by one:\n"
+                + cause_table(r).to_string(index=False, justify="left")
+            )
         return "\n".join(lines)
 
 
@@ -90,7 +101,9 @@ class NotServed:
         return f"not served: {self.record['not_served']['reason']}\nnext: {self.record['not_served']['next']}"
 
 
-def check_or_reason(config: Config, target: Target, drafter: Drafter, prompts: list[Prompt]) -> Served | NotServed:
+def check_or_reason(
+    config: Config, target: Target, drafter: Drafter, prompts: list[Prompt]
+) -> Served | NotServed:
     """`check`, or, where SGLang cannot serve a drafter of that shape, why: a page of other results goes on. Any other EyasError stops it."""
     refused = unservable(config.judged, drafter, target)
     if refused is None:
@@ -99,22 +112,58 @@ def check_or_reason(config: Config, target: Target, drafter: Drafter, prompts: l
     _, table = our_decoding(config, prompts)
     steps = range(1, config.speculative_num_steps + 1)
     record = {
-        "settings": {**judged_file(config), "eval_set": config.eval_set, "target": target.name, "target_fingerprint": target.fingerprint, "boundaries": list(drafter.config.boundaries)},
+        "settings": {
+            **judged_file(config),
+            "eval_set": config.eval_set,
+            "target": target.name,
+            "target_fingerprint": target.fingerprint,
+            "boundaries": list(drafter.config.boundaries),
+        },
         "not_served": {"reason": refused.found, "next": refused.next_command},
         "counts": {"prompts": len(table)},
-        "decoded": {"acceptance_length": ratio_interval(table["accepted"] + table["verify_steps"], table["verify_steps"], config.seed).as_dict()},
-        "by_position": [{"position": i, "ours": ratio_interval(table[f"accepted_{i}"], table["verify_steps"], config.seed).as_dict()} for i in steps],
+        "decoded": {
+            "acceptance_length": ratio_interval(
+                table["accepted"] + table["verify_steps"], table["verify_steps"], config.seed
+            ).as_dict()
+        },
+        "by_position": [
+            {
+                "position": i,
+                "ours": ratio_interval(
+                    table[f"accepted_{i}"], table["verify_steps"], config.seed
+                ).as_dict(),
+            }
+            for i in steps
+        ],
         "identical": None,
-        "round_trip": {"served": None, "trained": list(drafter.config.boundaries), "ids": None, "equal": None},
-        "causes": [{"cause": "a shape that SGLang can serve", "found": refused.found, "expected": refused.expected, "ok": False}],
-    }  # fmt: skip
+        "round_trip": {
+            "served": None,
+            "trained": list(drafter.config.boundaries),
+            "ids": None,
+            "equal": None,
+        },
+        "causes": [
+            {
+                "cause": "a shape that SGLang can serve",
+                "found": refused.found,
+                "expected": refused.expected,
+                "ok": False,
+            }
+        ],
+    }
     keep_earlier(config.acceptance_dir, OF_THE_SERVER, record)
     (config.acceptance_dir / "served.parquet").unlink(missing_ok=True)
     write_json(config.acceptance_dir / "served.json", record)
     return NotServed(record)
 
 
-def check(config: Config, target: Target, drafter: Drafter, prompts: list[Prompt], folder: Path | None = None) -> Served:
+def check(
+    config: Config,
+    target: Target,
+    drafter: Drafter,
+    prompts: list[Prompt],
+    folder: Path | None = None,
+) -> Served:
     """Serve the drafter and compare what the server accepts with `eyas decode` on the same prompts. Writes served.parquet and, last, served.json.
 
     `folder`: a checkpoint that lies there already, by default the drafter is exported. With `serve_timed_prompts` both servers are up at once, else one after the other.
@@ -133,8 +182,12 @@ def check(config: Config, target: Target, drafter: Drafter, prompts: list[Prompt
         if config.serve_url:
             server = Server(config.serve_url.rstrip("/"))
         else:
-            folder = folder or export_sglang(drafter, target, config.judged.export_dir, made_from=made_from(config.judged))
-            server = up.enter_context(serving_up(serving, folder, config.server_dir / "drafting", tied=True))
+            folder = folder or export_sglang(
+                drafter, target, config.judged.export_dir, made_from=made_from(config.judged)
+            )
+            server = up.enter_context(
+                serving_up(serving, folder, config.server_dir / "drafting", tied=True)
+            )
         status = server.status()
         trip = round_trip(status, drafter)
         same_settings(status, config)
@@ -147,14 +200,22 @@ def check(config: Config, target: Target, drafter: Drafter, prompts: list[Prompt
         if not config.serve_url:
             if not config.serve_timed_prompts:
                 up.close()
-            plain = Asker(up.enter_context(serving_up(serving, None, config.server_dir / "plain", tied=True)), config)
+            plain = Asker(
+                up.enter_context(serving_up(serving, None, config.server_dir / "plain", tied=True)),
+                config,
+            )
             plain.one(prompts[0], 8)
             texts = [answer.output_ids for answer in plain.all(prompts, config.concurrency, done)]
             if config.serve_timed_prompts:
                 rate = speed(plain, drafting, prompts[: config.serve_timed_prompts], config.seed)
-    table = compare_prompts(config, prompts, answers, ours, texts if config.temperature == 0 else None)  # drawn texts are others every time
+    table = compare_prompts(
+        config, prompts, answers, ours, texts if config.temperature == 0 else None
+    )  # drawn texts are others every time
     record = summarise(config, target, drafter, status, trip, decoded, table)
-    record["speed_ratio"], record["speed_prompts"] = rate, min(config.serve_timed_prompts, n) if rate else 0
+    record["speed_ratio"], record["speed_prompts"] = (
+        rate,
+        min(config.serve_timed_prompts, n) if rate else 0,
+    )
     record["causes"] = causes(config, target, drafter, status, record, table)
     keep_earlier(config.acceptance_dir, OF_THE_SERVER, record)
     write_atomic(config.acceptance_dir / "served.parquet", table.to_parquet)
@@ -172,22 +233,51 @@ def our_decoding(config: Config, prompts: list[Prompt]) -> tuple[dict, pd.DataFr
     """acceptance.json and the rows of acceptance.parquet for these prompts, in their order. EyasError: not decoded, with other settings, or other prompts."""
     again = "python -m eyas decode"
     if not prompts:
-        raise EyasError("no prompts to compare", "at least one of the evaluation set", "python -m eyas prompts show")
+        raise EyasError(
+            "no prompts to compare",
+            "at least one of the evaluation set",
+            "python -m eyas prompts show",
+        )
     path = config.acceptance_dir / "acceptance.json"
     if not path.is_file():
-        raise EyasError(f"run {config.run_name!r} has not decoded: there is nothing to compare the server with", "acceptance of our decoding", again)
+        raise EyasError(
+            f"run {config.run_name!r} has not decoded: there is nothing to compare the server with",
+            "acceptance of our decoding",
+            again,
+        )
     record, table = read_json(path), read_parquet(path.with_suffix(".parquet")).set_index("id")
     asked = {
-        "drafter_run": config.judged.run_name, "eval_set": config.eval_set, "speculative_num_steps": config.speculative_num_steps,
-        "speculative_eagle_topk": config.speculative_eagle_topk, "speculative_num_draft_tokens": config.verified_tok, "speculative_use_rejection_sampling": config.speculative_use_rejection_sampling,
-        "temperature": config.temperature, "max_new_tok": config.decode_new_tok,
-    }  # fmt: skip
-    apart = [f"{name} {record['settings'].get(name)!r}, not {value!r}" for name, value in asked.items() if record["settings"].get(name) != value]
+        "drafter_run": config.judged.run_name,
+        "eval_set": config.eval_set,
+        "speculative_num_steps": config.speculative_num_steps,
+        "speculative_eagle_topk": config.speculative_eagle_topk,
+        "speculative_num_draft_tokens": config.verified_tok,
+        "speculative_use_rejection_sampling": config.speculative_use_rejection_sampling,
+        "temperature": config.temperature,
+        "max_new_tok": config.decode_new_tok,
+    }
+    apart = [
+        f"{name} {record['settings'].get(name)!r}, not {value!r}"
+        for name, value in asked.items()
+        if record["settings"].get(name) != value
+    ]
     if apart:
-        raise EyasError(f"run {config.run_name!r} decoded with other settings: {'; '.join(apart)}", "the same on both sides", again)
-    missing = [p.id for p in prompts if p.id not in table.index or table.loc[p.id, "prompt_tok"] != len(p.input_ids)]
+        raise EyasError(
+            f"run {config.run_name!r} decoded with other settings: {'; '.join(apart)}",
+            "the same on both sides",
+            again,
+        )
+    missing = [
+        p.id
+        for p in prompts
+        if p.id not in table.index or table.loc[p.id, "prompt_tok"] != len(p.input_ids)
+    ]
     if missing:
-        raise EyasError(f"run {config.run_name!r} decoded other prompts: {len(missing)} of {len(prompts)} are not among them, {missing[0]} first", "the same prompts, to be paired", again)
+        raise EyasError(
+            f"run {config.run_name!r} decoded other prompts: {len(missing)} of {len(prompts)} are not among them, {missing[0]} first",
+            "the same prompts, to be paired",
+            again,
+        )
     return record, table.loc[[p.id for p in prompts]].reset_index()
 
 
@@ -195,49 +285,127 @@ def round_trip(status: dict, drafter: Drafter) -> dict:
     """The boundaries that the running model feeds the drafter, and those it was trained on. EyasError: no drafter there, or other boundaries, and what that means."""
     served, trained = status["drafter"], list(drafter.config.boundaries)
     if served is None:
-        raise EyasError(f"the server at {status['url']} runs without a drafter", "--speculative-algorithm EAGLE3 with the exported drafter", COMMAND)
+        raise EyasError(
+            f"the server at {status['url']} runs without a drafter",
+            "--speculative-algorithm EAGLE3 with the exported drafter",
+            COMMAND,
+        )
     found = served.get("boundaries")
     if found is not None and list(found) != trained:
-        raise EyasError(f"the server feeds the drafter boundaries {list(found)} (layer ids {served.get('ids')})",
-                        f"{trained}, those it was trained on: it would be given states that it has never seen, without an error, and one wrong layer costs about 0.1 of acceptance length",
-                        "python -m eyas export writes the ids that this SGLang needs")
-    return {"served": found and list(found), "trained": trained, "ids": served.get("ids"), "equal": None if found is None else True}
+        raise EyasError(
+            f"the server feeds the drafter boundaries {list(found)} (layer ids {served.get('ids')})",
+            f"{trained}, those it was trained on: it would be given states that it has never seen, without an error, and one wrong layer costs about 0.1 of acceptance length",
+            "python -m eyas export writes the ids that this SGLang needs",
+        )
+    return {
+        "served": found and list(found),
+        "trained": trained,
+        "ids": served.get("ids"),
+        "equal": None if found is None else True,
+    }
 
 
 def same_settings(status: dict, config: Config) -> None:
     """EyasError: the server, one's own, drafts with other settings than the profile's, whose counts could not be read."""
     asked = asked_settings(config)
-    apart = {NAMES[name]: name for name in asked if status["drafter"][name] not in (None, asked[name])}
+    apart = {
+        NAMES[name]: name for name in asked if status["drafter"][name] not in (None, asked[name])
+    }
     if apart:
-        raise EyasError("the server drafts with " + ", ".join(f"{ours} {status['drafter'][name]}" for ours, name in apart.items()), ", ".join(f"{ours} {asked[name]}" for ours, name in apart.items()),
-                        "python -m eyas decode, then this again, both with " + " ".join(f"-p {ours} {status['drafter'][name]}" for ours, name in apart.items()))
+        raise EyasError(
+            "the server drafts with "
+            + ", ".join(f"{ours} {status['drafter'][name]}" for ours, name in apart.items()),
+            ", ".join(f"{ours} {asked[name]}" for ours, name in apart.items()),
+            "python -m eyas decode, then this again, both with "
+            + " ".join(f"-p {ours} {status['drafter'][name]}" for ours, name in apart.items()),
+        )
 
 
-def summarise(config: Config, target: Target, drafter: Drafter, status: dict, trip: dict, decoded: dict, table: pd.DataFrame) -> dict:
+def summarise(
+    config: Config,
+    target: Target,
+    drafter: Drafter,
+    status: dict,
+    trip: dict,
+    decoded: dict,
+    table: pd.DataFrame,
+) -> dict:
     """Counts, then ratios with intervals over prompts. `off`: the acceptance length is exactly 1, or not ours."""
     steps = range(1, config.speculative_num_steps + 1)
 
     def pair(top: str, bonus: bool) -> dict[str, dict]:
-        sides = [(table[f"{side}{top}"] + bonus * table[f"{side}verify_steps"], table[f"{side}verify_steps"]) for side in ("", "ours_")]
-        return {"server": ratio_interval(*sides[0], config.seed).as_dict(), "ours": ratio_interval(*sides[1], config.seed).as_dict(),
-                "difference": difference_interval(*sides, config.seed).as_dict()}  # fmt: skip
+        sides = [
+            (
+                table[f"{side}{top}"] + bonus * table[f"{side}verify_steps"],
+                table[f"{side}verify_steps"],
+            )
+            for side in ("", "ours_")
+        ]
+        return {
+            "server": ratio_interval(*sides[0], config.seed).as_dict(),
+            "ours": ratio_interval(*sides[1], config.seed).as_dict(),
+            "difference": difference_interval(*sides, config.seed).as_dict(),
+        }
 
     length = pair("accepted", True)
-    by_position = [{"position": i, "accepted": int(table[f"accepted_{i}"].sum()), "ours_accepted": int(table[f"ours_accepted_{i}"].sum())} | pair(f"accepted_{i}", False) for i in steps]
+    by_position = [
+        {
+            "position": i,
+            "accepted": int(table[f"accepted_{i}"].sum()),
+            "ours_accepted": int(table[f"ours_accepted_{i}"].sum()),
+        }
+        | pair(f"accepted_{i}", False)
+        for i in steps
+    ]
     apart = [f"position {p['position']}" for p in by_position if agree(p) is False]
     nothing = length["server"]["value"] == 1.0
     agreed = agree(length)
-    verdict = "the server accepts nothing" if nothing else "too few prompts to tell" if agreed is None else "they differ beyond the interval" if not agreed else (
-        "they agree, each inside the other's interval" + (f", but not at {', '.join(apart)}" if apart else ", at every position too"))
+    verdict = (
+        "the server accepts nothing"
+        if nothing
+        else "too few prompts to tell"
+        if agreed is None
+        else "they differ beyond the interval"
+        if not agreed
+        else (
+            "they agree, each inside the other's interval"
+            + (f", but not at {', '.join(apart)}" if apart else ", at every position too")
+        )
+    )
     compared = table["identical"].notna().all()
     return {
         "settings": {
-            **judged_file(config), "eval_set": config.eval_set, "target": target.name, "target_fingerprint": target.fingerprint,
-            "boundaries": list(drafter.config.boundaries), "speculative_num_steps": config.speculative_num_steps, "speculative_eagle_topk": config.speculative_eagle_topk,
-            "speculative_num_draft_tokens": config.verified_tok, "max_new_tok": config.decode_new_tok, "dtype": status["dtype"], "decoded_dtype": decoded["settings"]["dtype"],
-            "sglang": status["sglang"], "device": status["device"], "overlap": status["overlap"], "parallel": config.concurrency, "seed": config.seed, "interval": "95 %, percentile bootstrap over prompts",
+            **judged_file(config),
+            "eval_set": config.eval_set,
+            "target": target.name,
+            "target_fingerprint": target.fingerprint,
+            "boundaries": list(drafter.config.boundaries),
+            "speculative_num_steps": config.speculative_num_steps,
+            "speculative_eagle_topk": config.speculative_eagle_topk,
+            "speculative_num_draft_tokens": config.verified_tok,
+            "max_new_tok": config.decode_new_tok,
+            "dtype": status["dtype"],
+            "decoded_dtype": decoded["settings"]["dtype"],
+            "sglang": status["sglang"],
+            "device": status["device"],
+            "overlap": status["overlap"],
+            "parallel": config.concurrency,
+            "seed": config.seed,
+            "interval": "95 %, percentile bootstrap over prompts",
         },
-        "counts": {"prompts": len(table), **{name: int(table[name].sum()) for name in ("tok", "verify_steps", "accepted", "ours_verify_steps", "ours_accepted")}},
+        "counts": {
+            "prompts": len(table),
+            **{
+                name: int(table[name].sum())
+                for name in (
+                    "tok",
+                    "verify_steps",
+                    "accepted",
+                    "ours_verify_steps",
+                    "ours_accepted",
+                )
+            },
+        },
         "acceptance_length": length["server"],
         "decoded": {"acceptance_length": length["ours"]},
         "difference": length["difference"],
@@ -245,28 +413,43 @@ def summarise(config: Config, target: Target, drafter: Drafter, status: dict, tr
         "same_counts": int(table["same_counts"].sum()),
         "verdict": verdict,
         "off": bool(nothing or agreed is False or apart),
-        "identical": {"prompts": len(table), "differing": int(table["identical"].eq(False).sum())} if compared else None,  # None is not False
-        "repeated_bigrams": ratio_interval(table["repeated_bigrams"], table["bigrams"], config.seed).as_dict(),
+        "identical": {"prompts": len(table), "differing": int(table["identical"].eq(False).sum())}
+        if compared
+        else None,  # None is not False
+        "repeated_bigrams": ratio_interval(
+            table["repeated_bigrams"], table["bigrams"], config.seed
+        ).as_dict(),
         "round_trip": trip,
         "drafter": {name: value for name, value in status["drafter"].items() if name != "path"},
-        "headline": {name: length["server"][name] for name in ("value", "low", "high")} | {"prompts": len(table)},
-    }  # fmt: skip
+        "headline": {name: length["server"][name] for name in ("value", "low", "high")}
+        | {"prompts": len(table)},
+    }
 
 
 def round_trip_table(record: dict) -> pd.DataFrame:
     """What the running server feeds the drafter, beside what it was trained on."""
     trip, served = record["round_trip"], record.get("drafter")
     if served is None:
-        return pd.DataFrame([{"": "boundaries", "served": "not served", "trained": str(trip["trained"])}])
-    return pd.DataFrame([
-        {"": "boundaries", "served": str(trip["served"]), "trained": str(trip["trained"])},
-        {"": "layer ids", "served": str(trip["ids"]), "trained": ""},
-        *({"": row["cause"].split(",")[0], "served": row["found"], "trained": row["expected"]} for row in record["causes"] if row["cause"].endswith("as it was trained")),
-        {"": "algorithm", "served": served["algorithm"], "trained": "EAGLE3"},
-    ])  # fmt: skip
+        return pd.DataFrame(
+            [{"": "boundaries", "served": "not served", "trained": str(trip["trained"])}]
+        )
+    return pd.DataFrame(
+        [
+            {"": "boundaries", "served": str(trip["served"]), "trained": str(trip["trained"])},
+            {"": "layer ids", "served": str(trip["ids"]), "trained": ""},
+            *(
+                {"": row["cause"].split(",")[0], "served": row["found"], "trained": row["expected"]}
+                for row in record["causes"]
+                if row["cause"].endswith("as it was trained")
+            ),
+            {"": "algorithm", "served": served["algorithm"], "trained": "EAGLE3"},
+        ]
+    )
 
 
-def walked_prompts(config: Config, drafter: Drafter, store: Store, prompts: list[Prompt]) -> dict | None:
+def walked_prompts(
+    config: Config, drafter: Drafter, store: Store, prompts: list[Prompt]
+) -> dict | None:
     """The offline estimate over the prompts that the server answers and for as many tokens, in walk.json's names; None where the store has none of them, or for what it does not
     estimate so (trees, drawn texts)."""
     stored = set(store.samples("heldout"))
@@ -274,8 +457,13 @@ def walked_prompts(config: Config, drafter: Drafter, store: Store, prompts: list
     if not ids or config.temperature or config.speculative_eagle_topk > 1:
         return None
     table = walk(drafter, store, ids, config.speculative_num_steps, config.decode_new_tok)
-    return {"counts": {"prompts": len(table)}, "acceptance_length": ratio_interval(table["accepted"] + table["verify_steps"], table["verify_steps"], config.seed).as_dict(),
-            "by_position": position_ratios(table, config)}  # fmt: skip
+    return {
+        "counts": {"prompts": len(table)},
+        "acceptance_length": ratio_interval(
+            table["accepted"] + table["verify_steps"], table["verify_steps"], config.seed
+        ).as_dict(),
+        "by_position": position_ratios(table, config),
+    }
 
 
 def sides(walked: dict, served: dict, same: dict | None = None) -> list[dict]:
@@ -285,17 +473,48 @@ def sides(walked: dict, served: dict, same: dict | None = None) -> list[dict]:
     """
     n = served["counts"]["prompts"]
     offline = same or walked
-    of = f"{walked['counts']['samples']} samples" if same is None else f"{same['counts']['prompts']} {'of these ' if same['counts']['prompts'] < n else ''}prompts"
+    of = (
+        f"{walked['counts']['samples']} samples"
+        if same is None
+        else f"{same['counts']['prompts']} {'of these ' if same['counts']['prompts'] < n else ''}prompts"
+    )
     found = [
-        {"name": f"offline estimate, {of}", "acceptance_length": offline["acceptance_length"], "survival": [p["survival"] for p in offline["by_position"]]},
-        {"name": f"our decoding, {n} prompts", "acceptance_length": served["decoded"]["acceptance_length"], "survival": [p["ours"] for p in served["by_position"]]},
-    ]  # fmt: skip
+        {
+            "name": f"offline estimate, {of}",
+            "acceptance_length": offline["acceptance_length"],
+            "survival": [p["survival"] for p in offline["by_position"]],
+        },
+        {
+            "name": f"our decoding, {n} prompts",
+            "acceptance_length": served["decoded"]["acceptance_length"],
+            "survival": [p["ours"] for p in served["by_position"]],
+        },
+    ]
     if "not_served" in served:
         return found
-    return [*found, {"name": f"the server, {n} prompts", "acceptance_length": served["acceptance_length"], "survival": [p["server"] for p in served["by_position"]]}]
+    return [
+        *found,
+        {
+            "name": f"the server, {n} prompts",
+            "acceptance_length": served["acceptance_length"],
+            "survival": [p["server"] for p in served["by_position"]],
+        },
+    ]
 
 
 def side_table(found: list[dict]) -> pd.DataFrame:
     """`sides` to read: a column each, acceptance length and the share of verify steps that accept at least so many drafts, with intervals."""
-    names = ["acceptance length", *(f"at least {i} accepted" for i in range(1, len(found[0]["survival"]) + 1))]
-    return pd.DataFrame([{"": name} | {side["name"]: interval_text([side["acceptance_length"], *side["survival"]][i]) for side in found} for i, name in enumerate(names)])
+    names = [
+        "acceptance length",
+        *(f"at least {i} accepted" for i in range(1, len(found[0]["survival"]) + 1)),
+    ]
+    return pd.DataFrame(
+        [
+            {"": name}
+            | {
+                side["name"]: interval_text([side["acceptance_length"], *side["survival"]][i])
+                for side in found
+            }
+            for i, name in enumerate(names)
+        ]
+    )

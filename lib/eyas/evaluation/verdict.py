@@ -2,8 +2,17 @@
 
 from dataclasses import dataclass
 
-DECODING = ("target", "eval_set", "prompt_set", "decode_new_tok", "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens",
-            "speculative_use_rejection_sampling", "temperature")  # fmt: skip
+DECODING = (
+    "target",
+    "eval_set",
+    "prompt_set",
+    "decode_new_tok",
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+    "speculative_use_rejection_sampling",
+    "temperature",
+)
 MACHINE = ("device", "threads", "machine", "torch")
 
 
@@ -21,14 +30,49 @@ class Measure:
 
 
 MEASURES = (
-    Measure("acceptance_length", "Acceptance length", "tokens per verify step, bonus token included", DECODING),
-    Measure("prompt_lookup", "Without a drafter", "acceptance length of prompt-lookup n-grams, which cost nothing, over the same texts", DECODING),
-    Measure("offline_estimate", "Offline estimate", "acceptance length from stored states", ("target", "prompt_set", "max_length", "speculative_num_steps")),
+    Measure(
+        "acceptance_length",
+        "Acceptance length",
+        "tokens per verify step, bonus token included",
+        DECODING,
+    ),
+    Measure(
+        "prompt_lookup",
+        "Without a drafter",
+        "acceptance length of prompt-lookup n-grams, which cost nothing, over the same texts",
+        DECODING,
+    ),
+    Measure(
+        "offline_estimate",
+        "Offline estimate",
+        "acceptance length from stored states",
+        ("target", "prompt_set", "max_length", "speculative_num_steps"),
+    ),
     Measure("served", "Served", "acceptance length that the server itself reports", DECODING),
-    Measure("served_throughput", "Served throughput", "times the tokens per second of the same server without a drafter, at the fewest requests at a time", DECODING + MACHINE),
-    Measure("served_speed_ratio", "Served speed ratio", "times the same server without a drafter, one request at a time, prefill left out", DECODING + MACHINE),
-    Measure("speed_ratio", "Speed ratio", "times plain greedy decoding by the same code, float32", DECODING + MACHINE),
-    Measure("speed_ratio_bfloat16", "Speed ratio in bfloat16", "times plain greedy decoding by the same code, bfloat16", DECODING + MACHINE),
+    Measure(
+        "served_throughput",
+        "Served throughput",
+        "times the tokens per second of the same server without a drafter, at the fewest requests at a time",
+        DECODING + MACHINE,
+    ),
+    Measure(
+        "served_speed_ratio",
+        "Served speed ratio",
+        "times the same server without a drafter, one request at a time, prefill left out",
+        DECODING + MACHINE,
+    ),
+    Measure(
+        "speed_ratio",
+        "Speed ratio",
+        "times plain greedy decoding by the same code, float32",
+        DECODING + MACHINE,
+    ),
+    Measure(
+        "speed_ratio_bfloat16",
+        "Speed ratio in bfloat16",
+        "times plain greedy decoding by the same code, bfloat16",
+        DECODING + MACHINE,
+    ),
 )
 
 
@@ -36,7 +80,13 @@ def answer(ratio: dict, drawn: str = "prompts") -> str:
     """The answer that a speed ratio and its interval give; `drawn`: what the interval is over."""
     if ratio.get("low") is None:
         return f"Too few {drawn} for an answer"
-    return "Serve it" if ratio["low"] > 1 else "Don't serve it" if ratio["high"] < 1 else "No clear gain"
+    return (
+        "Serve it"
+        if ratio["low"] > 1
+        else "Don't serve it"
+        if ratio["high"] < 1
+        else "No clear gain"
+    )
 
 
 def verdict(headline: dict) -> str:
@@ -55,15 +105,31 @@ def verdict(headline: dict) -> str:
 def _speed(headline: dict) -> tuple[str, str]:
     """The answer that the most serving-like speed gives, and that speed in words; ("", "") without one."""
     blocks = {m.key: headline.get(m.key) or {} for m in MEASURES}
-    throughput, single, half, full = (blocks[key] if blocks[key].get("value") is not None else None for key in ("served_throughput", "served_speed_ratio", "speed_ratio_bfloat16", "speed_ratio"))
+    throughput, single, half, full = (
+        blocks[key] if blocks[key].get("value") is not None else None
+        for key in (
+            "served_throughput",
+            "served_speed_ratio",
+            "speed_ratio_bfloat16",
+            "speed_ratio",
+        )
+    )
     if throughput:
         first, *more = throughput["at"]
-        at = [f"{first['value']:.2f} times the tokens per second of the same server without it, at {_requests(first)}{comma_interval(first)}",
-              *(f"{row['value']:.2f} at {row['parallel']}{comma_interval(row)}" for row in more)]  # fmt: skip
-        return answer_at(throughput["at"]), f"{'; '.join(at)}; served in {throughput['dtype']}, {throughput['prompts']} prompts, {throughput['rounds']} rounds"
+        at = [
+            f"{first['value']:.2f} times the tokens per second of the same server without it, at {_requests(first)}{comma_interval(first)}",
+            *(f"{row['value']:.2f} at {row['parallel']}{comma_interval(row)}" for row in more),
+        ]
+        return (
+            answer_at(throughput["at"]),
+            f"{'; '.join(at)}; served in {throughput['dtype']}, {throughput['prompts']} prompts, {throughput['rounds']} rounds",
+        )
     dtype = single and (single.get("dtype") or blocks["served"].get("dtype"))  # of older runs
     if single and dtype == "bfloat16":
-        return answer(single), f"{single['value']:.2f} times the speed of the same server without it, one request at a time, prefill left out, served in bfloat16{comma_interval(single)}{_prompts(single)}"
+        return (
+            answer(single),
+            f"{single['value']:.2f} times the speed of the same server without it, one request at a time, prefill left out, served in bfloat16{comma_interval(single)}{_prompts(single)}",
+        )
     if not (half or full):
         return "", ""
     first, dtype = (half, "bfloat16") if half else (full, "float32")
@@ -79,7 +145,10 @@ def answer_at(ratios: list[dict]) -> str:
     said = [answer(ratio, "rounds") for ratio in ratios]
     if len({*said}) == 1:
         return said[0]
-    parts = [f"{word} at {_requests(*(ratio for ratio, mine in zip(ratios, said) if mine == word))}" for word in dict.fromkeys(said)]
+    parts = [
+        f"{word} at {_requests(*(ratio for ratio, mine in zip(ratios, said) if mine == word))}"
+        for word in dict.fromkeys(said)
+    ]
     return ", ".join([parts[0], *(part[0].lower() + part[1:] for part in parts[1:])])
 
 
@@ -95,7 +164,11 @@ def _prompts(block: dict) -> str:
 
 def interval(block: dict) -> str:
     """95 % interval 1.81 to 2.05; '' without one."""
-    return "" if block.get("low") is None else f"95 % interval {block['low']:.2f} to {block['high']:.2f}"
+    return (
+        ""
+        if block.get("low") is None
+        else f"95 % interval {block['low']:.2f} to {block['high']:.2f}"
+    )
 
 
 def comma_interval(block: dict) -> str:

@@ -48,17 +48,31 @@ def lens(store: Store, id: str, head: Head) -> Lens:
     answers = sample["loss_mask"].nonzero().flatten()
     first = int(answers[0]) if len(answers) else 0
     window = slice(max(first - BEFORE_TOK, 0), max(first - BEFORE_TOK, 0) + TOK)
-    ids, following = sample["input_ids"][window], sample["input_ids"][window.start + 1 : window.stop + 1]
+    ids, following = (
+        sample["input_ids"][window],
+        sample["input_ids"][window.start + 1 : window.stop + 1],
+    )
     norms, choices, ps = [], [], []
     for b in boundaries:
         rows = sample["states"][b][window]  # [T, H]
         logits = head.logits(rows)  # [T, V]
         p = torch.full((len(ids),), torch.nan)
-        p[: len(following)] = logits[: len(following)].softmax(-1).gather(1, following[:, None]).squeeze(1)
+        p[: len(following)] = (
+            logits[: len(following)].softmax(-1).gather(1, following[:, None]).squeeze(1)
+        )
         norms.append(torch.linalg.vector_norm(rows.float(), dim=-1))
         choices.append(logits.argmax(-1))
         ps.append(p)
-    return Lens(id, window.start, boundaries, ids, sample["loss_mask"][window], torch.stack(norms), torch.stack(choices), torch.stack(ps))
+    return Lens(
+        id,
+        window.start,
+        boundaries,
+        ids,
+        sample["loss_mask"][window],
+        torch.stack(norms),
+        torch.stack(choices),
+        torch.stack(ps),
+    )
 
 
 # `this` is the element around all of it. A token's numbers stand in its own attributes, a value a boundary with a bar between.
@@ -84,12 +98,22 @@ def picker(lenses: list[Lens], tokenizer) -> str:
     boundaries, shown = lenses[0].boundaries, lenses[0]
     chosen = max(int(shown.supervised.nonzero()[0]) - 1, 0) if shown.supervised.any() else 0
     texts = [_texts(one, tokenizer) for one in lenses]
-    following = _quoted(texts[0][chosen + 1]) if chosen + 1 < len(texts[0]) else "nothing that is shown"
-    rows = "".join(f"<tr><td>{b}</td><td>{norm}</td><td>{choice}</td><td>{p}</td></tr>" for b, norm, choice, p in zip(boundaries, *(_numbers(shown, chosen, tokenizer).values())))
+    following = (
+        _quoted(texts[0][chosen + 1]) if chosen + 1 < len(texts[0]) else "nothing that is shown"
+    )
+    rows = "".join(
+        f"<tr><td>{b}</td><td>{norm}</td><td>{choice}</td><td>{p}</td></tr>"
+        for b, norm, choice, p in zip(boundaries, *(_numbers(shown, chosen, tokenizer).values()))
+    )
     samples = "".join(
-        f'<div data-sample="{n}" style="white-space: pre-wrap; line-height: 1.9; margin: .5rem 0"{" hidden" if n else ""}>' + "".join(_token(one, i, text, tokenizer, len(boundaries) - 1, n == 0 and i == chosen)
-                                                                                                               for i, text in enumerate(texts[n])) + "</div>"
-        for n, one in enumerate(lenses))  # fmt: skip
+        f'<div data-sample="{n}" style="white-space: pre-wrap; line-height: 1.9; margin: .5rem 0"{" hidden" if n else ""}>'
+        + "".join(
+            _token(one, i, text, tokenizer, len(boundaries) - 1, n == 0 and i == chosen)
+            for i, text in enumerate(texts[n])
+        )
+        + "</div>"
+        for n, one in enumerate(lenses)
+    )
     return f"""<div class="eyas-picker" oninput="{escape(_ON_INPUT.strip())}" onclick="{escape(_ON_CLICK)}">
 <p><label>Sample <select name="sample">{"".join(f"<option>{escape(one.id)}</option>" for one in lenses)}</select></label>
 <label>Boundary <select name="boundary">{"".join(f"<option{' selected' if b == boundaries[-1] else ''}>{b}</option>" for b in boundaries)}</select></label>
@@ -100,16 +124,29 @@ def picker(lenses: list[Lens], tokenizer) -> str:
 
 
 def _token(one: Lens, i: int, text: str, tokenizer, b: int, chosen: bool) -> str:
-    data = " ".join(f'data-{name}="{"|".join(values)}"' for name, values in _numbers(one, i, tokenizer).items())
+    data = " ".join(
+        f'data-{name}="{"|".join(values)}"' for name, values in _numbers(one, i, tokenizer).items()
+    )
     p = float(one.p[b, i].nan_to_num())
-    style = f"background: rgba(47, 127, 193, {0.6 * p:.2f}); cursor: pointer" + ("; outline: 2px solid" if chosen else "") + ("; text-decoration: underline" if one.supervised[i] else "")
+    style = (
+        f"background: rgba(47, 127, 193, {0.6 * p:.2f}); cursor: pointer"
+        + ("; outline: 2px solid" if chosen else "")
+        + ("; text-decoration: underline" if one.supervised[i] else "")
+    )
     return f'<span data-at="{one.start + i}" {data} style="{style}">{escape(text)}</span>'
 
 
 def _numbers(one: Lens, i: int, tokenizer) -> dict[str, list[str]]:
     """norm, choice and p of a token as text, at each boundary."""
-    choices = [escape(_quoted(tokenizer.decode([int(token)])).replace("|", "¦")) for token in one.choice[:, i]]
-    return {"norm": [f"{float(v):.4g}" for v in one.norm[:, i]], "choice": choices, "p": ["" if torch.isnan(v) else f"{100 * float(v):.1f}" for v in one.p[:, i]]}
+    choices = [
+        escape(_quoted(tokenizer.decode([int(token)])).replace("|", "¦"))
+        for token in one.choice[:, i]
+    ]
+    return {
+        "norm": [f"{float(v):.4g}" for v in one.norm[:, i]],
+        "choice": choices,
+        "p": ["" if torch.isnan(v) else f"{100 * float(v):.1f}" for v in one.p[:, i]],
+    }
 
 
 def _texts(one: Lens, tokenizer) -> list[str]:

@@ -33,8 +33,18 @@ PROMPTS = 1536  # prompts compared with each other, pair by pair
 
 LARGE = 100.0  # |x| above this is rare, and too coarse in bfloat16 to tell neighbours apart (steps of 0.5 and more)
 OUTSTANDING = 100.0  # times the median |x| of a boundary; from about 1,000 times on, Sun et al. 2024 speak of massive activations
-PENALTIES = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)  # of the ridge probes, in units of a standardised input's variance
-SHINGLE_TOK, NEAR = 5, 0.8  # neighbouring tokens of a shingle; Jaccard similarity from which two prompts are near-duplicates
+PENALTIES = (
+    0.001,
+    0.01,
+    0.03,
+    0.1,
+    0.3,
+    1.0,
+)  # of the ridge probes, in units of a standardised input's variance
+SHINGLE_TOK, NEAR = (
+    5,
+    0.8,
+)  # neighbouring tokens of a shingle; Jaccard similarity from which two prompts are near-duplicates
 VOCAB_SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -58,7 +68,11 @@ def draw(store: Store, seed: int, tok: int = TOK) -> list[str]:
     lengths = store.index.set_index("id")["length"]
     ids = store.samples()
     if len(ids) < 3:
-        raise EyasError(f"the store holds {len(ids)} samples", "three at least: probes are fitted, tuned and scored on different ones", "python -m eyas extract")
+        raise EyasError(
+            f"the store holds {len(ids)} samples",
+            "three at least: probes are fitted, tuned and scored on different ones",
+            "python -m eyas extract",
+        )
     limit = min(tok, VALUES // (len(store.boundaries) * store.manifest["hidden_size"]))
     order = [ids[i] for i in np.random.default_rng(seed).permutation(len(ids))]
     fit = int((np.cumsum([lengths[id] for id in order]) <= limit).sum())
@@ -77,9 +91,13 @@ def read_tokens(store: Store, ids: list[str]) -> Tokens:
     lengths = torch.tensor([len(s["input_ids"]) for s in samples])
     following = [torch.cat([s["loss_mask"][1:], torch.tensor([False])]) for s in samples]
     return Tokens(
-        ids, torch.arange(len(ids)).repeat_interleave(lengths), torch.cat([torch.arange(n) for n in lengths]), torch.cat([s["input_ids"] for s in samples]),
-        torch.cat(following), {b: torch.cat([s["states"][b] for s in samples]) for b in store.boundaries},
-    )  # fmt: skip
+        ids,
+        torch.arange(len(ids)).repeat_interleave(lengths),
+        torch.cat([torch.arange(n) for n in lengths]),
+        torch.cat([s["input_ids"] for s in samples]),
+        torch.cat(following),
+        {b: torch.cat([s["states"][b] for s in samples]) for b in store.boundaries},
+    )
 
 
 def runs(mask) -> list[tuple[int, int]]:
@@ -106,8 +124,14 @@ def texts(store: Store, ids: list[str]) -> tuple[dict[str, list[int]], list[list
 def counts_by_split(store: Store) -> pd.DataFrame:
     """A row per split and state: samples, tokens, supervised tokens, samples cut at max_length, median and longest length, GiB in the shards."""
     groups = store.index.groupby(["split", "state"], sort=True)
-    table = groups.agg(samples=("id", "size"), tok=("length", "sum"), supervised_tok=("loss_tok", "sum"), cut=("truncated", "sum"),
-                       median_length_tok=("length", "median"), longest_tok=("length", "max")).reset_index()
+    table = groups.agg(
+        samples=("id", "size"),
+        tok=("length", "sum"),
+        supervised_tok=("loss_tok", "sum"),
+        cut=("truncated", "sum"),
+        median_length_tok=("length", "median"),
+        longest_tok=("length", "max"),
+    ).reset_index()
     return table.assign(gib=table["tok"] * store.token_bytes / 2**30)
 
 
@@ -127,13 +151,17 @@ def marked_text(sample: dict, tokenizer, end_of_turn: int) -> str:
     for start, end in zip([0, *ends], [*ends, len(ids)]):
         text, at = "", start
         for i in range(start + 1, end + 1):
-            if i == end or mask[i] != mask[at]:  # runs are decoded whole: one token alone may be half a character
+            if (
+                i == end or mask[i] != mask[at]
+            ):  # runs are decoded whole: one token alone may be half a character
                 piece = escape(tokenizer.decode(ids[at:i], skip_special_tokens=False))
                 text += f"<mark>{piece}</mark>" if mask[at] else piece
                 at = i
         if text.strip():
-            parts.append(f'<div class="muted">turn {len(parts) + 1}: {end - start} tokens, {sum(mask[start:end])} of them supervised</div>'
-                         f'<pre style="white-space: pre-wrap">{text.strip()}</pre>')
+            parts.append(
+                f'<div class="muted">turn {len(parts) + 1}: {end - start} tokens, {sum(mask[start:end])} of them supervised</div>'
+                f'<pre style="white-space: pre-wrap">{text.strip()}</pre>'
+            )
     return "\n".join(parts)
 
 
@@ -151,7 +179,9 @@ def effective_rank(rows: torch.Tensor) -> float:
     Roy and Vetterli 2007 take the singular values themselves; squared, p is each direction's share of the variance.
     """
     rows = rows.double()
-    squared = torch.linalg.eigvalsh(rows.T @ rows if rows.shape[0] > rows.shape[1] else rows @ rows.T).clamp(min=0)
+    squared = torch.linalg.eigvalsh(
+        rows.T @ rows if rows.shape[0] > rows.shape[1] else rows @ rows.T
+    ).clamp(min=0)
     if squared.sum() == 0:
         return 0.0
     p = squared / squared.sum()
@@ -172,12 +202,28 @@ def boundary_stats(tokens: Tokens) -> pd.DataFrame:
         finite = torch.isfinite(rows)
         rows = rows.where(finite, 0)
         size, whole = rows.abs(), finite.all(dim=-1)  # [S, H], [S]
-        norm, top = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64), size.amax(dim=-1)  # [S]; saturated values overflow float32
+        norm, top = (
+            torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64),
+            size.amax(dim=-1),
+        )  # [S]; saturated values overflow float32
         spread = unit_rows(rows[later & whole][:SPECTRUM_TOK])
-        row = {"boundary": b, "tok": len(rows)} | _percentiles("norm", norm[later], (1, 5, 25, 50, 75, 95, 99)) | _percentiles("first_norm", norm[~later], (50,))
-        row |= {"largest": float(top[later].max()), "first_largest": float(top[~later].max()), "median": float(size.median()),
-                "effective_rank": effective_rank(spread - spread.mean(dim=0))}
-        row |= {"large": _share(size > LARGE), "saturated": _share(size >= torch.finfo(stored.dtype).max), "bad": _share(~finite), "zero_rows": _share(top == 0)}
+        row = (
+            {"boundary": b, "tok": len(rows)}
+            | _percentiles("norm", norm[later], (1, 5, 25, 50, 75, 95, 99))
+            | _percentiles("first_norm", norm[~later], (50,))
+        )
+        row |= {
+            "largest": float(top[later].max()),
+            "first_largest": float(top[~later].max()),
+            "median": float(size.median()),
+            "effective_rank": effective_rank(spread - spread.mean(dim=0)),
+        }
+        row |= {
+            "large": _share(size > LARGE),
+            "saturated": _share(size >= torch.finfo(stored.dtype).max),
+            "bad": _share(~finite),
+            "zero_rows": _share(top == 0),
+        }
         table.append(row)
     return pd.DataFrame(table)
 
@@ -204,13 +250,42 @@ def massive_activations(tokens: Tokens) -> pd.DataFrame:
         median = float(size.median())
         at, dimension = torch.nonzero(size > max(LARGE, OUTSTANDING * median), as_tuple=True)
         value = stored[at, dimension].float()
-        found.append(pd.DataFrame({"boundary": b, "dimension": dimension, "first": tokens.position[at] == 0, "token": tokens.input_ids[at],
-                                   "value": value, "size": value.abs(), "times_median": value.abs() / max(median, 1e-30)}))
+        found.append(
+            pd.DataFrame(
+                {
+                    "boundary": b,
+                    "dimension": dimension,
+                    "first": tokens.position[at] == 0,
+                    "token": tokens.input_ids[at],
+                    "value": value,
+                    "size": value.abs(),
+                    "times_median": value.abs() / max(median, 1e-30),
+                }
+            )
+        )
     rows = []
-    for (dimension, first, token), group in pd.concat(found).groupby(["dimension", "first", "token"]):
-        per_boundary, largest = group.groupby("boundary").size(), group["value"].iloc[group["size"].argmax()]
-        rows.append((dimension, first, token, int(per_boundary.max()), tuple(per_boundary.index), largest, group["times_median"].max()))
-    table = pd.DataFrame(rows, columns=["dimension", "first", "token", "tok", "boundaries", "largest", "times_median"])
+    for (dimension, first, token), group in pd.concat(found).groupby(
+        ["dimension", "first", "token"]
+    ):
+        per_boundary, largest = (
+            group.groupby("boundary").size(),
+            group["value"].iloc[group["size"].argmax()],
+        )
+        rows.append(
+            (
+                dimension,
+                first,
+                token,
+                int(per_boundary.max()),
+                tuple(per_boundary.index),
+                largest,
+                group["times_median"].max(),
+            )
+        )
+    table = pd.DataFrame(
+        rows,
+        columns=["dimension", "first", "token", "tok", "boundaries", "largest", "times_median"],
+    )
     return table.sort_values("largest", key=np.abs, ascending=False, ignore_index=True)
 
 
@@ -241,15 +316,24 @@ def cka(sets: list[torch.Tensor]) -> np.ndarray:
     """
     n = len(sets[0])
     if n < 4:
-        raise EyasError(f"{n} tokens to compare", "4 at least", "python -m eyas extract -p train_samples N")
+        raise EyasError(
+            f"{n} tokens to compare", "4 at least", "python -m eyas extract -p train_samples N"
+        )
     grams = []
     for rows in sets:
         rows = rows.double()
         rows = rows - rows.mean(dim=0)  # changes nothing but rounding
         grams.append((rows @ rows.T).fill_diagonal_(0))
-    flat, sums = torch.stack(grams).flatten(1), torch.stack([g.sum(dim=0) for g in grams])  # [B, n*n], [B, n]
+    flat, sums = (
+        torch.stack(grams).flatten(1),
+        torch.stack([g.sum(dim=0) for g in grams]),
+    )  # [B, n*n], [B, n]
     totals = sums.sum(dim=1)  # [B]
-    hsic = flat @ flat.T + torch.outer(totals, totals) / ((n - 1) * (n - 2)) - 2 / (n - 2) * sums @ sums.T  # [B, B], times n (n-3)
+    hsic = (
+        flat @ flat.T
+        + torch.outer(totals, totals) / ((n - 1) * (n - 2))
+        - 2 / (n - 2) * sums @ sums.T
+    )  # [B, B], times n (n-3)
     scale = hsic.diagonal().clamp(min=0).sqrt()
     return (hsic / torch.outer(scale, scale)).numpy()
 
@@ -261,7 +345,9 @@ def _some_rows(tokens: Tokens, seed: int) -> list[torch.Tensor]:
     return [rows[at] for rows in tokens.states.values()]
 
 
-def ridge(x: torch.Tensor, y: torch.Tensor, penalties: tuple[float, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def ridge(
+    x: torch.Tensor, y: torch.Tensor, penalties: tuple[float, ...]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(weights [P, Q], bias [Q]) for each penalty: they make |y - x @ weights - bias|^2 / n + penalty * |weights|^2 smallest. x [n, P], y [n, Q]."""
     n, mean_x, mean_y = len(x), x.mean(dim=0), y.mean(dim=0)
     x, y = x - mean_x, y - mean_y
@@ -269,7 +355,9 @@ def ridge(x: torch.Tensor, y: torch.Tensor, penalties: tuple[float, ...]) -> lis
     gram, right = (x @ x.T, y) if wide else (x.T @ x, x.T @ y)
     found = []
     for penalty in penalties:
-        solved = torch.cholesky_solve(right, torch.linalg.cholesky(gram + n * penalty * torch.eye(len(gram), dtype=x.dtype)))
+        solved = torch.cholesky_solve(
+            right, torch.linalg.cholesky(gram + n * penalty * torch.eye(len(gram), dtype=x.dtype))
+        )
         weights = x.T @ solved if wide else solved
         found.append((weights, mean_y - mean_x @ weights))
     return found
@@ -292,15 +380,29 @@ def probes(tokens: Tokens, head: Head, seed: int) -> pd.DataFrame:
     saying the commonest choice.
     """
     rng = np.random.default_rng(seed)
-    rank = torch.from_numpy(rng.permutation(len(tokens.ids)))[tokens.sample]  # [S], of the token's sample
+    rank = torch.from_numpy(rng.permutation(len(tokens.ids)))[
+        tokens.sample
+    ]  # [S], of the token's sample
     n_score, n_tune = max(len(tokens.ids) // 4, 1), max(len(tokens.ids) // 8, 1)
     usable = tokens.predicts & (tokens.position > 0)
-    fit, tune, score = (torch.nonzero(usable & part).squeeze(1) for part in
-                        (rank >= n_score + n_tune, (rank >= n_score) & (rank < n_score + n_tune), rank < n_score))
+    fit, tune, score = (
+        torch.nonzero(usable & part).squeeze(1)
+        for part in (
+            rank >= n_score + n_tune,
+            (rank >= n_score) & (rank < n_score + n_tune),
+            rank < n_score,
+        )
+    )
     if not min(map(len, (fit, tune, score))):
-        raise EyasError("no supervised token in some of the drawn samples", "supervised tokens in all of them", "python -m eyas verify")
+        raise EyasError(
+            "no supervised token in some of the drawn samples",
+            "supervised tokens in all of them",
+            "python -m eyas verify",
+        )
     per_boundary = min(max(LOGIT_TOK // len(tokens.states), 256), 1024)
-    judged = torch.from_numpy(np.sort(rng.permutation(len(score))[:per_boundary]))  # of the scored rows
+    judged = torch.from_numpy(
+        np.sort(rng.permutation(len(score))[:per_boundary])
+    )  # of the scored rows
     last = tokens.states[max(tokens.states)]
     goal, check, truth = (head.normed(last[at]) for at in (fit, tune, score))  # [n, H]
     choices = (truth[judged] @ head.lm_head.T).argmax(dim=-1)
@@ -317,9 +419,23 @@ def probes(tokens: Tokens, head: Head, seed: int) -> pd.DataFrame:
         guess = (x_score / scale) @ weights + bias  # [n, H]
         same = ((guess[judged] @ head.lm_head.T).argmax(dim=-1) == choices).numpy()
         interval = ratio_interval([same[g].sum() for g in groups], [g.sum() for g in groups], seed)
-        table.append({"boundary": b, "fit_tok": len(fit), "scored_tok": len(score), "judged_tok": len(judged), "penalty": PENALTIES[int(np.argmax(tuned))],
-                      "r2": r_squared(truth, guess), "agreement": interval.value, "low": interval.low, "high": interval.high, "constant": constant})
-    return pd.DataFrame(table).astype({"low": float, "high": float})  # NaN where one sample gives no interval
+        table.append(
+            {
+                "boundary": b,
+                "fit_tok": len(fit),
+                "scored_tok": len(score),
+                "judged_tok": len(judged),
+                "penalty": PENALTIES[int(np.argmax(tuned))],
+                "r2": r_squared(truth, guess),
+                "agreement": interval.value,
+                "low": interval.low,
+                "high": interval.high,
+                "constant": constant,
+            }
+        )
+    return pd.DataFrame(table).astype(
+        {"low": float, "high": float}
+    )  # NaN where one sample gives no interval
 
 
 def next_token_agreement(tokens: Tokens, head: Head, limit: int = 2048) -> tuple[int, int]:
@@ -351,10 +467,16 @@ def similar_prompts(prompts: dict[str, list[int]], splits: dict[str, str]) -> pd
     np.fill_diagonal(similarity, -1)
     train = np.array([splits[id] == "train" for id in ids])
     to_train = np.where(train[None, :], similarity, -1)
-    return pd.DataFrame({
-        "id": ids, "split": [splits[id] for id in ids], "same": [counts[tuple(prompts[id])] - 1 for id in ids], "jaccard": similarity.max(axis=1, initial=0),
-        "nearest": [ids[i] for i in similarity.argmax(axis=1)], "train_jaccard": to_train.max(axis=1, initial=0),
-    })  # fmt: skip
+    return pd.DataFrame(
+        {
+            "id": ids,
+            "split": [splits[id] for id in ids],
+            "same": [counts[tuple(prompts[id])] - 1 for id in ids],
+            "jaccard": similarity.max(axis=1, initial=0),
+            "nearest": [ids[i] for i in similarity.argmax(axis=1)],
+            "train_jaccard": to_train.max(axis=1, initial=0),
+        }
+    )
 
 
 def shingles(ids: list[int], size: int) -> set[tuple[int, ...]]:
@@ -365,23 +487,32 @@ def shingles(ids: list[int], size: int) -> set[tuple[int, ...]]:
 def jaccard(sets: list[set]) -> np.ndarray:
     """[n, n]: shared elements of two sets / elements of either; 0 for two empty sets."""
     have = Counter(element for one in sets for element in one)
-    column = {element: i for i, element in enumerate(e for e, count in have.items() if count > 1)}  # an element of one set alone is shared by no pair
+    column = {
+        element: i for i, element in enumerate(e for e, count in have.items() if count > 1)
+    }  # an element of one set alone is shared by no pair
     shared = torch.zeros(len(sets), len(sets))
     for start in range(0, len(column), 8192):
         block = torch.zeros(len(sets), 8192)
         for row, one in enumerate(sets):
-            at = [column[e] - start for e in one if e in column and start <= column[e] < start + 8192]
+            at = [
+                column[e] - start for e in one if e in column and start <= column[e] < start + 8192
+            ]
             block[row, at] = 1
         shared += block @ block.T
     shared, sizes = shared.numpy(), np.array([len(one) for one in sets])
-    either = sizes[:, None] + sizes[None, :] - np.where(np.eye(len(sets), dtype=bool), sizes, shared)
+    either = (
+        sizes[:, None] + sizes[None, :] - np.where(np.eye(len(sets), dtype=bool), sizes, shared)
+    )
     shared[np.diag_indices(len(sets))] = sizes
     return shared / np.maximum(either, 1)
 
 
 def repetition(responses: list[list[int]]) -> pd.DataFrame:
     """A row per response of two tokens or more: `repeated` of its `bigrams` stood in the same response before."""
-    return pd.DataFrame([repeated_bigrams(ids) for ids in responses if len(ids) > 1], columns=["repeated", "bigrams"])
+    return pd.DataFrame(
+        [repeated_bigrams(ids) for ids in responses if len(ids) > 1],
+        columns=["repeated", "bigrams"],
+    )
 
 
 # ---- vocabulary
@@ -396,7 +527,9 @@ def ceiling(responses: list[list[int]], draftable: torch.Tensor, draft_length: i
     rows = []
     for ids in responses:
         covered = draftable[torch.tensor(ids)].numpy()
-        misses = np.append(np.flatnonzero(~covered[1:]), len(ids) - 1)  # where a draft fails, and the end, behind which none counts
+        misses = np.append(
+            np.flatnonzero(~covered[1:]), len(ids) - 1
+        )  # where a draft fails, and the end, behind which none counts
         at = np.arange(len(ids) - 1)  # the last token committed
         hits = np.minimum(misses[np.searchsorted(misses, at)] - at, draft_length)
         proposed, accepted = jump(hits, draft_length)
@@ -404,7 +537,9 @@ def ceiling(responses: list[list[int]], draftable: torch.Tensor, draft_length: i
     return pd.DataFrame(rows, columns=["tok", "covered", "accepted", "verify_steps"])
 
 
-def ceilings(responses: list[list[int]], counts: torch.Tensor, chosen: int, draft_length: int, seed: int) -> pd.DataFrame:
+def ceilings(
+    responses: list[list[int]], counts: torch.Tensor, chosen: int, draft_length: int, seed: int
+) -> pd.DataFrame:
     """A row per size D of the draft vocabulary, `chosen` among them: coverage of these responses and the acceptance length that it leaves (`ceiling`).
 
     The vocabulary of size D is the D tokens most frequent in `counts` (int64 [V]). acceptance_length (low, high: 95 % interval over responses) counts the
@@ -414,11 +549,23 @@ def ceilings(responses: list[list[int]], counts: torch.Tensor, chosen: int, draf
     for size in sorted({chosen, len(counts), *(s for s in VOCAB_SIZES if s < len(counts))}):
         draftable = choose_vocab(counts, size).t2d
         walked = ceiling(responses, draftable, draft_length)
-        length = ratio_interval(walked["accepted"] + walked["verify_steps"], walked["verify_steps"], seed)
+        length = ratio_interval(
+            walked["accepted"] + walked["verify_steps"], walked["verify_steps"], seed
+        )
         covered = walked["covered"].sum() / walked["tok"].sum()
-        table.append({"draft_vocab_size": size, "coverage": covered, "acceptance_length": length.value, "low": length.low, "high": length.high,
-                      "formula": sum(covered**i for i in range(draft_length + 1))})
-    return pd.DataFrame(table).astype({"acceptance_length": float, "low": float, "high": float})  # NaN where one response gives no interval
+        table.append(
+            {
+                "draft_vocab_size": size,
+                "coverage": covered,
+                "acceptance_length": length.value,
+                "low": length.low,
+                "high": length.high,
+                "formula": sum(covered**i for i in range(draft_length + 1)),
+            }
+        )
+    return pd.DataFrame(table).astype(
+        {"acceptance_length": float, "low": float, "high": float}
+    )  # NaN where one response gives no interval
 
 
 # ---- two stores
@@ -431,20 +578,34 @@ class Drift:
     samples: int  # that both have
     only_here: int
     only_there: int
-    other_ids: int  # of `samples`: with other token ids in the two stores; their states are not compared
+    other_ids: (
+        int  # of `samples`: with other token ids in the two stores; their states are not compared
+    )
     other_mask: int  # of `samples`: with the same ids and another loss mask
-    rounding: float  # largest relative error that rounding once to the coarser of the two dtypes can make
+    rounding: (
+        float  # largest relative error that rounding once to the coarser of the two dtypes can make
+    )
     table: pd.DataFrame
 
     def __str__(self) -> str:
-        share = (f"{self.other_ids} of {self.samples} common samples have other token ids, {self.other_mask} another loss mask; "
-                 f"{self.only_here} are only here, {self.only_there} only there")
+        share = (
+            f"{self.other_ids} of {self.samples} common samples have other token ids, {self.other_mask} another loss mask; "
+            f"{self.only_here} are only here, {self.only_there} only there"
+        )
         if not self.table["tok"].any():
             return f"{share}\nno states were compared"
         differs = self.table[self.table["identical"] < 1]["boundary"]
         parts = self.table[self.table["parts"]]["boundary"]
-        first = f"boundary {differs.iloc[0]} is the first that is not bit for bit the same everywhere" if len(differs) else "all boundaries are bit for bit the same"
-        where = f"boundary {parts.iloc[0]} is the first that parts" if len(parts) else "no boundary parts"
+        first = (
+            f"boundary {differs.iloc[0]} is the first that is not bit for bit the same everywhere"
+            if len(differs)
+            else "all boundaries are bit for bit the same"
+        )
+        where = (
+            f"boundary {parts.iloc[0]} is the first that parts"
+            if len(parts)
+            else "no boundary parts"
+        )
         return f"{share}\n{first}; {where} (median relative error above {self.rounding:.2g}, one rounding of {self.table.attrs['dtype']})"
 
 
@@ -460,40 +621,70 @@ def drift(here: Store, there: Store, seed: int) -> Drift:
     boundaries = [x for x in here.boundaries if x in there.boundaries]
     width = here.manifest["hidden_size"]
     if not both or not boundaries or width != there.manifest["hidden_size"]:
-        raise EyasError(f"the two stores have {len(both)} samples and {len(boundaries)} boundaries in common, H is {width} and {there.manifest['hidden_size']}",
-                        "stores of the same prompts and the same target", "-p compare_run NAME, another run")
+        raise EyasError(
+            f"the two stores have {len(both)} samples and {len(boundaries)} boundaries in common, H is {width} and {there.manifest['hidden_size']}",
+            "stores of the same prompts and the same target",
+            "-p compare_run NAME, another run",
+        )
     dtypes = [getattr(torch, store.manifest["dtype"]) for store in (here, there)]
     coarser = max(dtypes, key=_rounding)
     chosen = np.random.default_rng(seed).permutation(len(both))[:PROMPTS]
     pairs = {both[i]: (here.read(both[i], ()), there.read(both[i], ())) for i in chosen}
     same = {id: torch.equal(x["input_ids"], y["input_ids"]) for id, (x, y) in pairs.items()}
-    other_mask = sum(same[id] and not torch.equal(x["loss_mask"], y["loss_mask"]) for id, (x, y) in pairs.items())
+    other_mask = sum(
+        same[id] and not torch.equal(x["loss_mask"], y["loss_mask"]) for id, (x, y) in pairs.items()
+    )
     limit, read = min(TOK, VALUES // (2 * len(boundaries) * width)), []
     for id in pairs:
-        if same[id] and (not read or sum(len(pairs[i][0]["input_ids"]) for i in (*read, id)) <= limit):
+        if same[id] and (
+            not read or sum(len(pairs[i][0]["input_ids"]) for i in (*read, id)) <= limit
+        ):
             read.append(id)
     table = _drift_table(here, there, read, boundaries, _rounding(coarser))
     table.attrs["dtype"] = str(coarser).removeprefix("torch.")
-    return Drift(len(pairs), len(a - b), len(b - a), sum(not ok for ok in same.values()), other_mask, _rounding(coarser), table)
+    return Drift(
+        len(pairs),
+        len(a - b),
+        len(b - a),
+        sum(not ok for ok in same.values()),
+        other_mask,
+        _rounding(coarser),
+        table,
+    )
 
 
 def _rounding(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def _drift_table(here: Store, there: Store, ids: list[str], boundaries: list[int], rounding: float) -> pd.DataFrame:
+def _drift_table(
+    here: Store, there: Store, ids: list[str], boundaries: list[int], rounding: float
+) -> pd.DataFrame:
     parts = {b: [] for b in boundaries}
     for id in ids:
         x, y = (store.read(id, tuple(boundaries))["states"] for store in (here, there))
         for b in boundaries:
             error, cosine = token_errors(x[b], y[b])
-            parts[b].append(torch.stack([torch.arange(len(error)), error, cosine, (x[b].float() == y[b].float()).all(dim=-1)]))
+            parts[b].append(
+                torch.stack(
+                    [
+                        torch.arange(len(error)),
+                        error,
+                        cosine,
+                        (x[b].float() == y[b].float()).all(dim=-1),
+                    ]
+                )
+            )
     table = []
     for b in boundaries:
-        position, error, cosine, identical = torch.cat(parts[b], dim=1) if ids else torch.empty(4, 0)
+        position, error, cosine, identical = (
+            torch.cat(parts[b], dim=1) if ids else torch.empty(4, 0)
+        )
         later = position > 0
         row = {"boundary": b, "tok": int(later.sum()), "identical": _share(identical[later])}
-        row |= _percentiles("error", error[later], (5, 50, 95, 99)) | _percentiles("cosine", cosine[later], (1, 5, 50))
+        row |= _percentiles("error", error[later], (5, 50, 95, 99)) | _percentiles(
+            "cosine", cosine[later], (1, 5, 50)
+        )
         row |= {"first_error_p50": _percentiles("e", error[~later], (50,))["e_p50"]}
         table.append(row | {"parts": row["error_p50"] > rounding})
     return pd.DataFrame(table)
@@ -502,4 +693,6 @@ def _drift_table(here: Store, there: Store, ids: list[str], boundaries: list[int
 def token_errors(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(relative error, cosine) of each token, [n] float64 each. x, y [n, H]; the error is |x - y| / |y|."""
     x, y = x.double(), y.double()
-    return (x - y).norm(dim=-1) / y.norm(dim=-1).clamp(min=1e-30), torch.cosine_similarity(x, y, dim=-1)
+    return (x - y).norm(dim=-1) / y.norm(dim=-1).clamp(min=1e-30), torch.cosine_similarity(
+        x, y, dim=-1
+    )

@@ -22,8 +22,17 @@ from eyas.models.drafter import FILE, IMPORTED, Drafter, load_drafter, read_reco
 from eyas.models.target import Target
 
 LOCK = ".lock"  # of a drafter folder
-OF_THE_DRAFTER = ("boundaries", "draft_vocab_size", "fc_norm", "norm_output")  # settings that the drafter decides
-NOT_TRAINED = ("norm_before_fc", "norm_before_residual", "rope_scaling")  # parts that `eyas.training.ttt` does not compute
+OF_THE_DRAFTER = (
+    "boundaries",
+    "draft_vocab_size",
+    "fc_norm",
+    "norm_output",
+)  # settings that the drafter decides
+NOT_TRAINED = (
+    "norm_before_fc",
+    "norm_before_residual",
+    "rope_scaling",
+)  # parts that `eyas.training.ttt` does not compute
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,11 @@ class Start:
 
     def __str__(self) -> str:
         imported = self.record.get("imported")
-        what = f"imported from {imported['folder']!r}" if imported else f"of {self.record.get('steps')} optimiser steps"
+        what = (
+            f"imported from {imported['folder']!r}"
+            if imported
+            else f"of {self.record.get('steps')} optimiser steps"
+        )
         kept = f", which is kept as {IMPORTED}" if self.own else ""
         return f"continues the drafter of run {self.run_name!r}, {what}{kept}"
 
@@ -63,7 +76,9 @@ def read_start(config: Config, target: Target) -> Start | None:
     drafter = load_drafter(source.drafter_dir, target, file)
     _check_settings(config, source.run_name, drafter)
     _check_parts(source.run_name, drafter)
-    return Start(drafter, source.run_name, file, sha256_file(source.drafter_dir / file), record, own)
+    return Start(
+        drafter, source.run_name, file, sha256_file(source.drafter_dir / file), record, own
+    )
 
 
 def _own_imported(config: Config) -> str:
@@ -73,7 +88,11 @@ def _own_imported(config: Config) -> str:
     path = config.drafter_dir / FILE
     if path.is_file() and "imported" in read_record(config.drafter_dir):
         return FILE
-    found = f"the drafter of run {config.run_name!r} was not imported" if path.is_file() else f"run {config.run_name!r} has no imported drafter"
+    found = (
+        f"the drafter of run {config.run_name!r} was not imported"
+        if path.is_file()
+        else f"run {config.run_name!r} has no imported drafter"
+    )
     raise EyasError(
         f"initial_weights = 'drafter', but {found}",
         "an imported drafter, or drafter_run to name another run's",
@@ -87,9 +106,18 @@ def _check_settings(config: Config, run_name: str, drafter: Drafter) -> None:
     differing = [name for name in given if getattr(config, name) != getattr(drafter.config, name)]
     if not differing:
         return
-    apart = [f"{name} {_shown(getattr(drafter.config, name))}, not {_shown(getattr(config, name))}" for name in differing]
-    options = [f"-p {name} {shlex.quote(_shown(getattr(drafter.config, name)))}" for name in differing]
-    raise EyasError(f"the drafter of run {run_name!r} has {'; '.join(apart)}", "the drafter's own to continue it", " ".join(options))
+    apart = [
+        f"{name} {_shown(getattr(drafter.config, name))}, not {_shown(getattr(config, name))}"
+        for name in differing
+    ]
+    options = [
+        f"-p {name} {shlex.quote(_shown(getattr(drafter.config, name)))}" for name in differing
+    ]
+    raise EyasError(
+        f"the drafter of run {run_name!r} has {'; '.join(apart)}",
+        "the drafter's own to continue it",
+        " ".join(options),
+    )
 
 
 def _shown(value) -> str:
@@ -129,10 +157,20 @@ def check_nothing_is_lost(config: Config, identity: dict, start: Start | None) -
             f"python -m eyas train -p run_name {run} -p initial_weights drafter, which continues it and keeps it; or import it into another run "
             f"(python -m eyas import-drafter FOLDER -p run_name ANOTHER), remove it here ({remove}), and train again",
         )
-    made = {"store": record.get("store"), "settings": record.get("settings"), "start": _start_of(record)}
-    now = {"store": identity["store"], "settings": identity["settings"], "start": identity.get("start")}
+    made = {
+        "store": record.get("store"),
+        "settings": record.get("settings"),
+        "start": _start_of(record),
+    }
+    now = {
+        "store": identity["store"],
+        "settings": identity["settings"],
+        "start": identity.get("start"),
+    }
     if made == now:
-        print(f"note: run {run!r} has the drafter of this very training and no checkpoint; it is trained again and replaced at the end")
+        print(
+            f"note: run {run!r} has the drafter of this very training and no checkpoint; it is trained again and replaced at the end"
+        )
         return
     raise EyasError(
         f"run {run!r} has a drafter of another training, without a checkpoint to continue it ({_apart(made, now)})",
@@ -149,8 +187,16 @@ def _start_of(record: dict) -> dict | None:
 def _apart(made: dict, now: dict) -> str:
     """Return in words what differs between two trainings."""
     settings = made["settings"] or {}
-    names = [name for name in {**now["settings"], **settings} if settings.get(name) != now["settings"].get(name)]
-    parts = [f"{name} {settings.get(name)}, now {now['settings'].get(name)}" for name in names] if settings else []
+    names = [
+        name
+        for name in {**now["settings"], **settings}
+        if settings.get(name) != now["settings"].get(name)
+    ]
+    parts = (
+        [f"{name} {settings.get(name)}, now {now['settings'].get(name)}" for name in names]
+        if settings
+        else []
+    )
     parts += [f"another {name}" for name in ("store", "start") if made[name] != now[name]]
     return ", ".join(parts) or "its record names no settings"
 

@@ -57,7 +57,14 @@ class DrafterConfig:
     rope_scaling = None
 
     @classmethod
-    def from_target(cls, target: Target, boundaries: tuple[int, ...], draft_vocab_size: int, fc_norm: bool = False, norm_output: bool = False) -> "DrafterConfig":
+    def from_target(
+        cls,
+        target: Target,
+        boundaries: tuple[int, ...],
+        draft_vocab_size: int,
+        fc_norm: bool = False,
+        norm_output: bool = False,
+    ) -> "DrafterConfig":
         """A layer of the target's own size. EyasError: boundaries outside 0..N; D larger than the vocabulary."""
         check_boundaries(boundaries, target.n_blocks)
         check_size(draft_vocab_size, target.vocab_size)
@@ -86,8 +93,12 @@ class DrafterConfig:
 class ImportedConfig(DrafterConfig):
     """The shape of a drafter that others trained, with the parts that SGLang or speculators have and our training does not start with."""
 
-    norm_before_fc: bool = False  # one RMSNorm over all boundaries together before fc (SGLang, speculators)
-    norm_before_residual: bool = False  # the residual stream starts at the normed hidden state (speculators, vLLM)
+    norm_before_fc: bool = (
+        False  # one RMSNorm over all boundaries together before fc (SGLang, speculators)
+    )
+    norm_before_residual: bool = (
+        False  # the residual stream starts at the normed hidden state (speculators, vLLM)
+    )
     own_embedding: bool = False  # its embedding is not the target's (vLLM uses it; SGLang only where the hidden sizes differ)
     rope_scaling: dict | None = None  # of type linear, llama3 or yarn, as Hugging Face has it
 
@@ -101,7 +112,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+        return (
+            wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight
+        ).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -110,9 +123,15 @@ class Attention(nn.Module):
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.config = config
-        self.q_proj = nn.Linear(2 * config.hidden_size, config.n_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(2 * config.hidden_size, config.n_kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(2 * config.hidden_size, config.n_kv_heads * config.head_dim, bias=False)
+        self.q_proj = nn.Linear(
+            2 * config.hidden_size, config.n_heads * config.head_dim, bias=False
+        )
+        self.k_proj = nn.Linear(
+            2 * config.hidden_size, config.n_kv_heads * config.head_dim, bias=False
+        )
+        self.v_proj = nn.Linear(
+            2 * config.hidden_size, config.n_kv_heads * config.head_dim, bias=False
+        )
         self.o_proj = nn.Linear(config.n_heads * config.head_dim, config.hidden_size, bias=False)
         self.scaled_rope = scaled_rope(config) if config.rope_scaling else None
 
@@ -120,7 +139,9 @@ class Attention(nn.Module):
         """x [n, 2H], positions [n] -> [n, heads, head_dim], rotated."""
         return self._rotate(self.q_proj(x).unflatten(-1, (self.config.n_heads, -1)), positions)
 
-    def keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(
+        self, x: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [n, 2H], positions [n] -> keys (rotated) and values, [n, kv heads, head_dim] each."""
         keys = self._rotate(self.k_proj(x).unflatten(-1, (self.config.n_kv_heads, -1)), positions)
         return keys, self.v_proj(x).unflatten(-1, (self.config.n_kv_heads, -1))
@@ -130,7 +151,10 @@ class Attention(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         half = self.config.head_dim // 2
         if self.scaled_rope is None:
-            frequencies, factor = self.config.rope_theta ** -(torch.arange(half, dtype=wide, device=x.device) / half), 1.0  # [head_dim/2]
+            frequencies, factor = (
+                self.config.rope_theta ** -(torch.arange(half, dtype=wide, device=x.device) / half),
+                1.0,
+            )  # [head_dim/2]
         else:
             frequencies, factor = self.scaled_rope[0].to(x.device, wide), self.scaled_rope[1]
         angles = (positions.to(wide)[:, None] * frequencies)[:, None, :]  # [n, 1, head_dim/2]
@@ -147,9 +171,17 @@ def scaled_rope(config: DrafterConfig) -> tuple[torch.Tensor, float]:
     kind = config.rope_scaling.get("rope_type", config.rope_scaling.get("type"))
     if kind not in ("linear", "llama3", "yarn"):
         raise EyasError(f"a drafter with RoPE of type {kind!r}", "default, linear, llama3 or yarn")
-    parameters = {name: value for name, value in config.rope_scaling.items() if name != "type"} | {"rope_type": kind, "rope_theta": config.rope_theta}
-    llama = LlamaConfig(hidden_size=config.hidden_size, num_attention_heads=config.n_heads, head_dim=config.head_dim,
-                        max_position_embeddings=config.max_position_embeddings, rope_parameters=parameters)
+    parameters = {name: value for name, value in config.rope_scaling.items() if name != "type"} | {
+        "rope_type": kind,
+        "rope_theta": config.rope_theta,
+    }
+    llama = LlamaConfig(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.n_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=parameters,
+    )
     return ROPE_INIT_FUNCTIONS[kind](llama, torch.device("cpu"))
 
 
@@ -182,7 +214,9 @@ class Layer(nn.Module):
 
     def finish(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """attended [n, heads, head_dim] and the residual stream [n, H] -> the raw output [n, H]."""
-        hidden = (self.hidden_norm(hidden) if self.norm_before_residual else hidden) + self.self_attn.o_proj(attended.flatten(-2))
+        hidden = (
+            self.hidden_norm(hidden) if self.norm_before_residual else hidden
+        ) + self.self_attn.o_proj(attended.flatten(-2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -220,13 +254,28 @@ class Drafter(nn.Module):
     def __init__(self, config: DrafterConfig, vocab: DraftVocab):
         super().__init__()
         if (len(vocab.ids), vocab.vocab_size) != (config.draft_vocab_size, config.vocab_size):
-            raise EyasError(f"a draft vocabulary of {len(vocab.ids)} of {vocab.vocab_size} tokens", f"{config.draft_vocab_size} of {config.vocab_size}")
+            raise EyasError(
+                f"a draft vocabulary of {len(vocab.ids)} of {vocab.vocab_size} tokens",
+                f"{config.draft_vocab_size} of {config.vocab_size}",
+            )
         self.config, self.vocab = config, vocab
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_tokens.weight.requires_grad_(False)
-        self.fc = nn.Linear(len(config.boundaries) * config.target_hidden_size, config.hidden_size, bias=False)
-        self.input_norm = RMSNorm(len(config.boundaries) * config.target_hidden_size, config.rms_norm_eps) if config.norm_before_fc else None
-        self.fc_norm = nn.ModuleList([RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.boundaries]) if config.fc_norm else None
+        self.fc = nn.Linear(
+            len(config.boundaries) * config.target_hidden_size, config.hidden_size, bias=False
+        )
+        self.input_norm = (
+            RMSNorm(len(config.boundaries) * config.target_hidden_size, config.rms_norm_eps)
+            if config.norm_before_fc
+            else None
+        )
+        self.fc_norm = (
+            nn.ModuleList(
+                [RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.boundaries]
+            )
+            if config.fc_norm
+            else None
+        )
         self.layers = nn.ModuleList([Layer(config)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -244,7 +293,14 @@ class Drafter(nn.Module):
         """Raw output [n, H] of a slot -> the hidden state [n, H] of the slot drafted next."""
         return self.norm(out) if self.config.norm_output else out
 
-    def extend(self, token_ids: torch.Tensor, hidden: torch.Tensor, cache: DraftCache, positions: torch.Tensor | None = None, seen: torch.Tensor | None = None) -> torch.Tensor:
+    def extend(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        cache: DraftCache,
+        positions: torch.Tensor | None = None,
+        seen: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Run n more slots, which attend to all slots before them and to themselves; their keys and values join the cache.
 
         token_ids: int64 [n], token j+1 of each slot j; hidden [n, H]: fused states, or what the slot before fed back. Gives the raw output [n, H].
@@ -255,9 +311,17 @@ class Drafter(nn.Module):
             positions = torch.arange(start, start + len(token_ids), device=hidden.device)  # [n]
         x = layer.inputs(layer.input_layernorm(self.embed_tokens(token_ids)), hidden)  # [n, 2H]
         queries = layer.self_attn.queries(x, positions).transpose(0, 1)  # [heads, n, head_dim]
-        keys, values = cache.append(*layer.self_attn.keys_values(x, positions))  # [kv heads, length, head_dim]
-        mask = seen if seen is not None else torch.arange(cache.length, device=hidden.device) <= positions[:, None]  # [n, length]
-        attended = F.scaled_dot_product_attention(queries[None], keys[None], values[None], attn_mask=mask, enable_gqa=True)[0]
+        keys, values = cache.append(
+            *layer.self_attn.keys_values(x, positions)
+        )  # [kv heads, length, head_dim]
+        mask = (
+            seen
+            if seen is not None
+            else torch.arange(cache.length, device=hidden.device) <= positions[:, None]
+        )  # [n, length]
+        attended = F.scaled_dot_product_attention(
+            queries[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
+        )[0]
         return layer.finish(attended.transpose(0, 1), hidden)
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
@@ -265,7 +329,14 @@ class Drafter(nn.Module):
         return self.lm_head(self.norm(out))
 
 
-def initial_drafter(config: DrafterConfig, vocab: DraftVocab, target: Target, seed: int, from_target: bool = True, last_rms: float = 1.0) -> Drafter:
+def initial_drafter(
+    config: DrafterConfig,
+    vocab: DraftVocab,
+    target: Target,
+    seed: int,
+    from_target: bool = True,
+    last_rms: float = 1.0,
+) -> Drafter:
     """A drafter to start training from, in float32: the target's last block, final norm and head where the shapes agree.
 
     The hidden half of q, k and v starts as the last block's (it reads hidden states already), the embedding half at zero; fc passes the
@@ -289,10 +360,18 @@ def initial_drafter(config: DrafterConfig, vocab: DraftVocab, target: Target, se
         drafter.fc.weight[:, -h:].fill_diagonal_(last_rms if config.fc_norm else 1.0)
         for name, parameter in layer.named_parameters():
             source = block.get("input_layernorm.weight" if name == "hidden_norm.weight" else name)
-            if name.startswith(("self_attn.q", "self_attn.k", "self_attn.v")) and source is not None and 2 * source.shape[1] == parameter.shape[1]:
+            if (
+                name.startswith(("self_attn.q", "self_attn.k", "self_attn.v"))
+                and source is not None
+                and 2 * source.shape[1] == parameter.shape[1]
+            ):
                 parameter[:, :h] = 0.0
                 parameter[:, h:] = source
-            elif source is not None and source.shape == parameter.shape and name != "input_layernorm.weight":
+            elif (
+                source is not None
+                and source.shape == parameter.shape
+                and name != "input_layernorm.weight"
+            ):
                 parameter.copy_(source)
     return drafter
 
@@ -302,10 +381,18 @@ def save_drafter(drafter: Drafter, folder: Path, record: dict, name: str = FILE)
 
     The target's embedding is left out. `record["target"]`, with name and fingerprint, is what `load_drafter` compares. Gives the file's path.
     """
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()
-               if name != "embed_tokens.weight" or drafter.config.own_embedding}
-    metadata = {"format": "pt", "drafter": json.dumps({"config": dataclasses.asdict(drafter.config), "record": record})}
-    return write_safetensors(Path(folder) / name, weights | {"vocab.ids": drafter.vocab.ids}, metadata)
+    weights = {
+        name: tensor.detach().cpu().contiguous()
+        for name, tensor in drafter.state_dict().items()
+        if name != "embed_tokens.weight" or drafter.config.own_embedding
+    }
+    metadata = {
+        "format": "pt",
+        "drafter": json.dumps({"config": dataclasses.asdict(drafter.config), "record": record}),
+    }
+    return write_safetensors(
+        Path(folder) / name, weights | {"vocab.ids": drafter.vocab.ids}, metadata
+    )
 
 
 def read_record(folder: Path, name: str = FILE) -> dict:
@@ -319,8 +406,11 @@ def load_drafter(folder: Path, target: Target, name: str = FILE) -> Drafter:
     described = _read_metadata(path)
     made_for = described["record"].get("target", {})
     if made_for.get("fingerprint") != target.fingerprint:
-        raise EyasError(f"the drafter was trained for another target: {made_for.get('name')} ({str(made_for.get('fingerprint'))[:12]}...)",
-                        f"{target.name} ({target.fingerprint[:12]}...)", "train one for this target: python -m eyas train -p run_name NAME")
+        raise EyasError(
+            f"the drafter was trained for another target: {made_for.get('name')} ({str(made_for.get('fingerprint'))[:12]}...)",
+            f"{target.name} ({target.fingerprint[:12]}...)",
+            "train one for this target: python -m eyas train -p run_name NAME",
+        )
     shape = {**described["config"], "boundaries": tuple(described["config"]["boundaries"])}
     config = (ImportedConfig if "norm_before_fc" in shape else DrafterConfig)(**shape)
     with safe_open(path, framework="pt") as file:
@@ -331,7 +421,11 @@ def load_drafter(folder: Path, target: Target, name: str = FILE) -> Drafter:
     for key, tensor in drafter.state_dict().items():
         if key not in weights or weights[key].shape != tensor.shape:
             found = f"of shape {list(weights[key].shape)}" if key in weights else "missing"
-            raise EyasError(f"{key} of the drafter is {found}", f"shape {list(tensor.shape)}, from its own description", "train it again")
+            raise EyasError(
+                f"{key} of the drafter is {found}",
+                f"shape {list(tensor.shape)}, from its own description",
+                "train it again",
+            )
     drafter.load_state_dict(weights)
     return drafter
 
@@ -339,12 +433,23 @@ def load_drafter(folder: Path, target: Target, name: str = FILE) -> Drafter:
 def _read_metadata(path: Path) -> dict:
     run = path.parent.parent.name
     if not path.is_file() and path.name == BEST:
-        raise EyasError(f"no best weights in run {run!r}", f"a {BEST}, which a training with held-out samples keeps", "-p drafter_weights final")
+        raise EyasError(
+            f"no best weights in run {run!r}",
+            f"a {BEST}, which a training with held-out samples keeps",
+            "-p drafter_weights final",
+        )
     if not path.is_file():
-        raise EyasError(f"no drafter in {path.parent.name!r} of run {run!r}", f"a {FILE}",
-                        f"python -m eyas train -p run_name {run}; one that others trained: python -m eyas import-drafter FOLDER -p run_name {run}")
+        raise EyasError(
+            f"no drafter in {path.parent.name!r} of run {run!r}",
+            f"a {FILE}",
+            f"python -m eyas train -p run_name {run}; one that others trained: python -m eyas import-drafter FOLDER -p run_name {run}",
+        )
     try:
         with safe_open(path, framework="pt") as file:
             return json.loads(file.metadata()["drafter"])
     except (SafetensorError, KeyError, TypeError) as error:
-        raise EyasError(f"{path.name} of run {path.parent.parent.name!r} can't be read: {error}", "a whole file of `save_drafter`", "train it again") from None
+        raise EyasError(
+            f"{path.name} of run {path.parent.parent.name!r} can't be read: {error}",
+            "a whole file of `save_drafter`",
+            "train it again",
+        ) from None

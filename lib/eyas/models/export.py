@@ -25,17 +25,32 @@ LAYER = "layers.0."
 LAYER_KEYS = (
     *(f"{LAYER}self_attn.{name}_proj.weight" for name in "qkvo"),
     *(f"{LAYER}mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
-    *(f"{LAYER}{name}.weight" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")),
+    *(
+        f"{LAYER}{name}.weight"
+        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    ),
 )
 WRITTEN_FOR = "eyas_export"  # key of config.json that no engine reads: for which engine, version, boundaries and target it was written
-KEYS = ("fc.weight", *LAYER_KEYS, "norm.weight", "lm_head.weight", "d2t", "t2d")  # and those of `norm_keys`
-OPTIONAL_KEYS = ("t2d", "embed_tokens.weight")  # SGLang ignores the one and puts the target's in the place of the other
+KEYS = (
+    "fc.weight",
+    *LAYER_KEYS,
+    "norm.weight",
+    "lm_head.weight",
+    "d2t",
+    "t2d",
+)  # and those of `norm_keys`
+OPTIONAL_KEYS = (
+    "t2d",
+    "embed_tokens.weight",
+)  # SGLang ignores the one and puts the target's in the place of the other
 SPECULATORS_VERSION = "0.9.0"
 
 
 def norm_keys(config: DrafterConfig) -> set[str]:
     """Weights of the norms in front of fc, where there are any."""
-    return {f"fc_norm.{i}.weight" for i in range(config.fc_norm * len(config.boundaries))} | ({"input_norm.weight"} if config.norm_before_fc else set())
+    return {f"fc_norm.{i}.weight" for i in range(config.fc_norm * len(config.boundaries))} | (
+        {"input_norm.weight"} if config.norm_before_fc else set()
+    )
 
 
 def architecture(target: Target) -> str:
@@ -45,12 +60,23 @@ def architecture(target: Target) -> str:
 def check_servable(config: DrafterConfig, target: Target, engine: str = SGLANG) -> None:
     """EyasError, which says why, where this SGLang cannot feed a drafter of that shape its boundaries, or has no such part."""
     if len(config.boundaries) * config.target_hidden_size == config.hidden_size:
-        raise EyasError(f"{engine} cannot serve a drafter fed from boundary {config.boundaries[0]} alone: it tells states that still need fc by their width",
-                        "two boundaries or more", "choose other boundaries and train again, e.g. -p boundaries '[2, N//2, N-3]'")
+        raise EyasError(
+            f"{engine} cannot serve a drafter fed from boundary {config.boundaries[0]} alone: it tells states that still need fc by their width",
+            "two boundaries or more",
+            "choose other boundaries and train again, e.g. -p boundaries '[2, N//2, N-3]'",
+        )
     if config.norm_before_residual:
-        raise EyasError(f"{engine} cannot serve a drafter with norm_before_residual: its residual stream starts in front of the norm", "one without", "python -m eyas export --to vllm")
+        raise EyasError(
+            f"{engine} cannot serve a drafter with norm_before_residual: its residual stream starts in front of the norm",
+            "one without",
+            "python -m eyas export --to vllm",
+        )
     if config.own_embedding and config.hidden_size == config.target_hidden_size:
-        raise EyasError(f"{engine} cannot serve a drafter with an embedding of its own: it puts the target's in its place", "the target's", "python -m eyas export --to vllm")
+        raise EyasError(
+            f"{engine} cannot serve a drafter with an embedding of its own: it puts the target's in its place",
+            "the target's",
+            "python -m eyas export --to vllm",
+        )
     engine_ids(config.boundaries, architecture(target), target.n_blocks, engine)
 
 
@@ -59,8 +85,15 @@ def unservable(run: Config, drafter: Drafter, target: Target) -> EyasError | Non
     try:
         check_servable(drafter.config, target)
     except EyasError as error:
-        which = Config(run_name=run.run_name, member=run.member, target=run.target, trust_remote_code=run.trust_remote_code).options()
-        return EyasError(error.found, error.expected, f"python -m eyas export --to vllm {which}".rstrip())
+        which = Config(
+            run_name=run.run_name,
+            member=run.member,
+            target=run.target,
+            trust_remote_code=run.trust_remote_code,
+        ).options()
+        return EyasError(
+            error.found, error.expected, f"python -m eyas export --to vllm {which}".rstrip()
+        )
     return None
 
 
@@ -80,11 +113,24 @@ def made_from(run: Config) -> dict:
         return {}
     record = read_record(run.drafter_dir, run.drafter_file)
     length = record.get("heldout_acceptance_length")
-    known = {"steps": record.get("steps"), "heldout_acceptance_length": None if length is None or math.isnan(length) else length}  # NaN is no JSON
-    return {"run_name": run.run_name, "drafter_weights": run.drafter_weights, **{name: value for name, value in known.items() if value is not None}}
+    known = {
+        "steps": record.get("steps"),
+        "heldout_acceptance_length": None if length is None or math.isnan(length) else length,
+    }  # NaN is no JSON
+    return {
+        "run_name": run.run_name,
+        "drafter_weights": run.drafter_weights,
+        **{name: value for name, value in known.items() if value is not None},
+    }
 
 
-def export_sglang(drafter: Drafter, target: Target, folder: Path, engine: str = SGLANG, made_from: dict | None = None) -> Path:
+def export_sglang(
+    drafter: Drafter,
+    target: Target,
+    folder: Path,
+    engine: str = SGLANG,
+    made_from: dict | None = None,
+) -> Path:
     """Write `config.json` and `model.safetensors`; gives the folder. `made_from`: see that function.
 
     The target's embedding is left out: SGLang takes it from the target. EyasError where this SGLang cannot serve the drafter.
@@ -100,7 +146,9 @@ def export_sglang(drafter: Drafter, target: Target, folder: Path, engine: str = 
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
         "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": engine_ids(config.boundaries, architecture(target), target.n_blocks, engine),
+            "eagle_aux_hidden_state_layer_ids": engine_ids(
+                config.boundaries, architecture(target), target.n_blocks, engine
+            ),
             "use_aux_hidden_state": True,
             "norm_before_fc": config.norm_before_fc,
         },
@@ -110,7 +158,14 @@ def export_sglang(drafter: Drafter, target: Target, folder: Path, engine: str = 
     return _write(folder, record, _weights(drafter))
 
 
-def export_speculators(drafter: Drafter, target: Target, folder: Path, draft_steps: int, engine: str = "vllm", made_from: dict | None = None) -> Path:
+def export_speculators(
+    drafter: Drafter,
+    target: Target,
+    folder: Path,
+    draft_steps: int,
+    engine: str = "vllm",
+    made_from: dict | None = None,
+) -> Path:
     """Write `config.json` and `model.safetensors` as speculators saves them, for it and for vLLM; gives the folder.
 
     `draft_steps`: tokens that vLLM is to draft, unless it is told otherwise. The embedding is in it, and `d2t` and `t2d` unless D = V. vLLM serves
@@ -123,14 +178,28 @@ def export_speculators(drafter: Drafter, target: Target, folder: Path, draft_ste
         "speculators_version": SPECULATORS_VERSION,
         "speculators_config": {
             "algorithm": "eagle3",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": draft_steps, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": draft_steps,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
             "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": str(target.folder), "architectures": target.config["architectures"]},
+            "verifier": {
+                "name_or_path": str(target.folder),
+                "architectures": target.config["architectures"],
+            },
         },
         "transformer_layer_config": _layer(config),
         "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size if config.target_hidden_size != config.hidden_size else None,
-        "eagle_aux_hidden_state_layer_ids": engine_ids(config.boundaries, architecture(target), target.n_blocks, engine),
+        "target_hidden_size": config.target_hidden_size
+        if config.target_hidden_size != config.hidden_size
+        else None,
+        "eagle_aux_hidden_state_layer_ids": engine_ids(
+            config.boundaries, architecture(target), target.n_blocks, engine
+        ),
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
@@ -140,7 +209,9 @@ def export_speculators(drafter: Drafter, target: Target, folder: Path, draft_ste
         "dtype": _dtype(target),
         WRITTEN_FOR: written_for(engine, config, target) | (made_from or {}),
     }
-    weights = _weights(drafter) | {"embed_tokens.weight": drafter.embed_tokens.weight.detach().cpu()}
+    weights = _weights(drafter) | {
+        "embed_tokens.weight": drafter.embed_tokens.weight.detach().cpu()
+    }
     if config.draft_vocab_size == config.vocab_size:
         del weights["d2t"], weights["t2d"]
     return _write(folder, record, weights)
@@ -149,7 +220,13 @@ def export_speculators(drafter: Drafter, target: Target, folder: Path, draft_ste
 def written_for(engine: str, config: DrafterConfig, target: Target) -> dict:
     """What the layer ids of an export stand on; `serve-check` compares it with what runs."""
     name, _, version = engine.partition(" ")
-    return {"engine": name, "version": version or VERSIONS.get(name, ""), "boundaries": list(config.boundaries), "target": target.name, "target_fingerprint": target.fingerprint}
+    return {
+        "engine": name,
+        "version": version or VERSIONS.get(name, ""),
+        "boundaries": list(config.boundaries),
+        "target": target.name,
+        "target_fingerprint": target.fingerprint,
+    }
 
 
 def _layer(config: DrafterConfig) -> dict:
@@ -166,7 +243,9 @@ def _layer(config: DrafterConfig) -> dict:
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": scaling and {name: value for name, value in scaling.items() if name not in ("type", "rope_theta")} | {"rope_type": scaling.get("rope_type") or scaling["type"]},
+        "rope_scaling": scaling
+        and {name: value for name, value in scaling.items() if name not in ("type", "rope_theta")}
+        | {"rope_type": scaling.get("rope_type") or scaling["type"]},
         "max_position_embeddings": config.max_position_embeddings,
         "attention_bias": False,
         "mlp_bias": False,
@@ -182,7 +261,11 @@ def _dtype(target: Target) -> str:
 
 def _weights(drafter: Drafter) -> dict[str, torch.Tensor]:
     own = drafter.config.own_embedding
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items() if own or name != "embed_tokens.weight"}
+    weights = {
+        name: tensor.detach().cpu().contiguous()
+        for name, tensor in drafter.state_dict().items()
+        if own or name != "embed_tokens.weight"
+    }
     weights |= {"d2t": drafter.vocab.d2t, "t2d": drafter.vocab.t2d}
     check_keys(weights, drafter.config)
     return weights
@@ -190,7 +273,11 @@ def _weights(drafter: Drafter) -> dict[str, torch.Tensor]:
 
 def _write(folder: Path, record: dict, weights: dict[str, torch.Tensor]) -> Path:
     if not _has_weights(folder / "model.safetensors", weights):
-        set_aside(folder, ("config.json", "model.safetensors"), f"the export in {shown(folder)} was of another drafter")
+        set_aside(
+            folder,
+            ("config.json", "model.safetensors"),
+            f"the export in {shown(folder)} was of another drafter",
+        )
     write_safetensors(folder / "model.safetensors", weights, {"format": "pt"})
     write_json(folder / "config.json", record)
     return folder
@@ -202,7 +289,9 @@ def _has_weights(path: Path, weights: dict[str, torch.Tensor]) -> bool:
         return False
     try:
         with safe_open(path, framework="pt") as file:
-            return set(file.keys()) == weights.keys() and all(torch.equal(file.get_tensor(name), weights[name]) for name in weights)
+            return set(file.keys()) == weights.keys() and all(
+                torch.equal(file.get_tensor(name), weights[name]) for name in weights
+            )
     except SafetensorError:
         return False
 
@@ -210,7 +299,17 @@ def _has_weights(path: Path, weights: dict[str, torch.Tensor]) -> bool:
 def check_keys(weights: dict[str, torch.Tensor], config: DrafterConfig) -> None:
     """Engines would drop the unknown ones and leave the missing ones at random values, silently."""
     keys = {*KEYS} | norm_keys(config)
-    unknown, missing = sorted(set(weights) - keys - {*OPTIONAL_KEYS}), sorted(keys - {*weights, *OPTIONAL_KEYS})
+    unknown, missing = (
+        sorted(set(weights) - keys - {*OPTIONAL_KEYS}),
+        sorted(keys - {*weights, *OPTIONAL_KEYS}),
+    )
     if unknown or missing:
-        found = " and ".join(text for text in (f"unknown weights: {', '.join(unknown)}" * bool(unknown), f"missing weights: {', '.join(missing)}" * bool(missing)) if text)
+        found = " and ".join(
+            text
+            for text in (
+                f"unknown weights: {', '.join(unknown)}" * bool(unknown),
+                f"missing weights: {', '.join(missing)}" * bool(missing),
+            )
+            if text
+        )
         raise EyasError(found, "exactly " + ", ".join(sorted(keys)))

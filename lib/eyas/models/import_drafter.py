@@ -27,9 +27,21 @@ from eyas.models.target import Target
 from eyas.models.vocab import DraftVocab
 
 SGLANG_LAYOUT, SPECULATORS_LAYOUT = "SGLang", "speculators"
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # SGLang, SpecForge; vLLM, AngelSlim; EAGLE's own code
-LEGACY = {"midlayer.": LAYER, "aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
-OF_THE_VERIFIER = ("verifier_norm.weight", "verifier_lm_head.weight")  # speculators needs them in training only
+ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "LlamaForCausalLM",
+)  # SGLang, SpecForge; vLLM, AngelSlim; EAGLE's own code
+LEGACY = {
+    "midlayer.": LAYER,
+    "aux_norm_low.": "fc_norm.0.",
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+}
+OF_THE_VERIFIER = (
+    "verifier_norm.weight",
+    "verifier_lm_head.weight",
+)  # speculators needs them in training only
 NEEDED = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size", "rms_norm_eps")
 UNSUPPORTED = ("bias", "attention_bias", "mlp_bias", "qkv_bias")
 
@@ -43,13 +55,30 @@ class Checkpoint:
 
     def __str__(self) -> str:
         config, o = self.drafter.config, self.origin
-        norms = [name for name in ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output") if getattr(config, name)]
-        return (f"{o['folder']}: {o['layout']} layout, D {config.draft_vocab_size:,} of {config.vocab_size:,}; {', '.join(norms) or 'no further norms'}; embedding {o['embedding']}\n"
-                f"boundaries {', '.join(map(str, config.boundaries))}: {o['boundaries_from']}"
-                + (f"\nits attention has a window of {o['sliding_window']:,} tokens, here it has none: the same for texts up to that" if o["sliding_window"] else ""))
+        norms = [
+            name
+            for name in ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
+            if getattr(config, name)
+        ]
+        return (
+            f"{o['folder']}: {o['layout']} layout, D {config.draft_vocab_size:,} of {config.vocab_size:,}; {', '.join(norms) or 'no further norms'}; embedding {o['embedding']}\n"
+            f"boundaries {', '.join(map(str, config.boundaries))}: {o['boundaries_from']}"
+            + (
+                f"\nits attention has a window of {o['sliding_window']:,} tokens, here it has none: the same for texts up to that"
+                if o["sliding_window"]
+                else ""
+            )
+        )
 
 
-def import_drafter(folder: Path, target: Target, out: Path, ids_of: str = "", boundaries: tuple[int, ...] = (), norm_before_residual: bool | None = None) -> Checkpoint:
+def import_drafter(
+    folder: Path,
+    target: Target,
+    out: Path,
+    ids_of: str = "",
+    boundaries: tuple[int, ...] = (),
+    norm_before_residual: bool | None = None,
+) -> Checkpoint:
     """Read a public checkpoint and save it as a run's drafter in `out`. Arguments and errors as `read_checkpoint`; EyasError where one lies there already."""
     taken = EyasError(
         f"run {out.parent.name!r} has a drafter already",
@@ -62,12 +91,21 @@ def import_drafter(folder: Path, target: Target, out: Path, ids_of: str = "", bo
     with only_one(out):
         if not is_free(out):  # a training started meanwhile
             raise taken
-        record = {"target": {"name": target.name, "fingerprint": target.fingerprint}, "imported": found.origin}
+        record = {
+            "target": {"name": target.name, "fingerprint": target.fingerprint},
+            "imported": found.origin,
+        }
         save_drafter(found.drafter, out, record)
     return found
 
 
-def read_checkpoint(folder: Path, target: Target, ids_of: str = "", boundaries: tuple[int, ...] = (), norm_before_residual: bool | None = None) -> Checkpoint:
+def read_checkpoint(
+    folder: Path,
+    target: Target,
+    ids_of: str = "",
+    boundaries: tuple[int, ...] = (),
+    norm_before_residual: bool | None = None,
+) -> Checkpoint:
     """A drafter from a folder in either layout, in float32.
 
     Its layer ids are read as `ids_of` has them (an engine of `eyas.models.layer_ids`), by default as the layout's own engine does; `boundaries` says them
@@ -93,8 +131,11 @@ def read_checkpoint(folder: Path, target: Target, ids_of: str = "", boundaries: 
     if theirs and norm_before_residual is not None:
         residual = norm_before_residual
     if residual is None:
-        raise EyasError(f"{folder.name!r} doesn't say whether its residual stream starts at the normed state (speculators: no, vLLM: yes where nothing is said)",
-                        "norm_before_residual in its config.json, or the flag", "the same command with --norm-before-residual yes, or no")
+        raise EyasError(
+            f"{folder.name!r} doesn't say whether its residual stream starts at the normed state (speculators: no, vLLM: yes where nothing is said)",
+            "norm_before_residual in its config.json, or the flag",
+            "the same command with --norm-before-residual yes, or no",
+        )
     own = _own_embedding(weights, target, layer)
     config = _config(record, layer, eagle, boundaries, bool(residual), own)
     if config.draft_vocab_size == config.vocab_size and "d2t" not in weights:  # no draft vocabulary
@@ -108,71 +149,143 @@ def read_checkpoint(folder: Path, target: Target, ids_of: str = "", boundaries: 
     drafter = Drafter(config, vocab)
     for name, tensor in drafter.state_dict().items():
         if weights[name].shape != tensor.shape:
-            raise EyasError(f"{name} has the shape {list(weights[name].shape)}", f"{list(tensor.shape)}, from config.json and the boundaries")
+            raise EyasError(
+                f"{name} has the shape {list(weights[name].shape)}",
+                f"{list(tensor.shape)}, from config.json and the boundaries",
+            )
         if not weights[name].isfinite().all():
             raise EyasError(f"{name} is not finite", "numbers", "copy the checkpoint again")
     drafter.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
-    origin = {"folder": folder.name, "layout": SPECULATORS_LAYOUT if theirs else SGLANG_LAYOUT, "files": {path.name: sha256_file(path) for path in paths},
-              "config": record, "boundaries_from": said, "embedding": "its own" if own else "the target's",
-              "sliding_window": layer.get("sliding_window") if "sliding_attention" in (layer.get("layer_types") or []) else None}
+    origin = {
+        "folder": folder.name,
+        "layout": SPECULATORS_LAYOUT if theirs else SGLANG_LAYOUT,
+        "files": {path.name: sha256_file(path) for path in paths},
+        "config": record,
+        "boundaries_from": said,
+        "embedding": "its own" if own else "the target's",
+        "sliding_window": layer.get("sliding_window")
+        if "sliding_attention" in (layer.get("layer_types") or [])
+        else None,
+    }
     return Checkpoint(drafter.eval(), origin)
 
 
 def _config_file(folder: Path) -> dict:
     if not (folder / "config.json").is_file():
-        raise EyasError(f"no config.json in {folder.name!r}", "a drafter in SGLang's or speculators' layout", "python -m eyas export --profile demo writes one of ours")
+        raise EyasError(
+            f"no config.json in {folder.name!r}",
+            "a drafter in SGLang's or speculators' layout",
+            "python -m eyas export --profile demo writes one of ours",
+        )
     try:
         record = read_json(folder / "config.json")
     except ValueError as error:
-        raise EyasError(f"the config.json of {folder.name!r} is not JSON: {error}", "the file that save_pretrained wrote") from None
+        raise EyasError(
+            f"the config.json of {folder.name!r} is not JSON: {error}",
+            "the file that save_pretrained wrote",
+        ) from None
     if not isinstance(record, dict):
-        raise EyasError(f"the config.json of {folder.name!r} is no configuration", "the file that save_pretrained wrote")
+        raise EyasError(
+            f"the config.json of {folder.name!r} is no configuration",
+            "the file that save_pretrained wrote",
+        )
     return record
 
 
 def _check_kind(name: str, record: dict, layer: dict, eagle: dict, theirs: bool) -> None:
     """EyasError for another kind of drafter, or parts that ours does not have."""
     if theirs and record["speculators_model_type"] != "eagle3":
-        raise EyasError(f"{name!r} is a speculator of type {record['speculators_model_type']!r}", "'eagle3'")
+        raise EyasError(
+            f"{name!r} is a speculator of type {record['speculators_model_type']!r}", "'eagle3'"
+        )
     if not theirs and (record.get("architectures") or [None])[0] not in ARCHITECTURES:
-        raise EyasError(f"architectures {record.get('architectures')} in {name!r}", "one of " + ", ".join(ARCHITECTURES) + ", or speculators_model_type 'eagle3'")
+        raise EyasError(
+            f"architectures {record.get('architectures')} in {name!r}",
+            "one of " + ", ".join(ARCHITECTURES) + ", or speculators_model_type 'eagle3'",
+        )
     if theirs and layer.get("model_type") != "llama":
-        raise EyasError(f"{name!r} has a draft layer of type {layer.get('model_type')!r}", "'llama'")
+        raise EyasError(
+            f"{name!r} has a draft layer of type {layer.get('model_type')!r}", "'llama'"
+        )
     if missing := [key for key in NEEDED if layer.get(key) is None]:
-        raise EyasError(f"the config.json of {name!r} has no {', '.join(missing)}", "the file that save_pretrained wrote")
-    extra = [part for part in UNSUPPORTED if layer.get(part)] + ["tie_word_embeddings"] * bool(record.get("tie_word_embeddings"))
+        raise EyasError(
+            f"the config.json of {name!r} has no {', '.join(missing)}",
+            "the file that save_pretrained wrote",
+        )
+    extra = [part for part in UNSUPPORTED if layer.get(part)] + ["tie_word_embeddings"] * bool(
+        record.get("tie_word_embeddings")
+    )
     extra += [f"hidden_act {layer['hidden_act']}"] * (layer.get("hidden_act", "silu") != "silu")
     if extra or layer.get("num_hidden_layers") != 1 or not eagle.get("use_aux_hidden_state", True):
-        what = ", ".join(extra) or f"{layer.get('num_hidden_layers')} layers or no captured boundaries"
-        raise EyasError(f"{name!r} is a drafter with {what}", "one layer, captured boundaries, and none of these switches")
+        what = (
+            ", ".join(extra) or f"{layer.get('num_hidden_layers')} layers or no captured boundaries"
+        )
+        raise EyasError(
+            f"{name!r} is a drafter with {what}",
+            "one layer, captured boundaries, and none of these switches",
+        )
 
 
 def _check_target(name: str, record: dict, layer: dict, target: Target) -> None:
-    facts = [("hidden size of the target", record.get("target_hidden_size") or layer["hidden_size"], target.hidden_size), ("vocabulary", layer["vocab_size"], target.vocab_size)]
+    facts = [
+        (
+            "hidden size of the target",
+            record.get("target_hidden_size") or layer["hidden_size"],
+            target.hidden_size,
+        ),
+        ("vocabulary", layer["vocab_size"], target.vocab_size),
+    ]
     for what, found, expected in facts:
         if found != expected:
-            raise EyasError(f"{name!r} is a drafter for another target: {what} {found}", f"{expected}, as {target.name} has it")
+            raise EyasError(
+                f"{name!r} is a drafter for another target: {what} {found}",
+                f"{expected}, as {target.name} has it",
+            )
 
 
-def _boundaries(name: str, record: dict, eagle: dict, theirs: bool, target: Target, ids_of: str, boundaries: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+def _boundaries(
+    name: str,
+    record: dict,
+    eagle: dict,
+    theirs: bool,
+    target: Target,
+    ids_of: str,
+    boundaries: tuple[int, ...],
+) -> tuple[tuple[int, ...], str]:
     """The boundaries, ascending, and in words where they come from. EyasError where the files do not say, with the flag that does."""
     if boundaries:
         check_boundaries(boundaries, target.n_blocks)
         return tuple(boundaries), "as given"
     ask = "the same command with --ids-of ENGINE (python -m eyas export --table shows what each means by an id), or -p boundaries B,B,B"
-    ids, outside = eagle.get("eagle_aux_hidden_state_layer_ids"), record.get("eagle_aux_hidden_state_layer_ids")
+    ids, outside = (
+        eagle.get("eagle_aux_hidden_state_layer_ids"),
+        record.get("eagle_aux_hidden_state_layer_ids"),
+    )
     if not theirs and ids is None and outside is not None:
         if not ids_of:
-            raise EyasError(f"{name!r} has its layer ids {outside} outside of eagle_config, where vLLM reads them and SGLang does not: whose ids they are isn't clear", "the engine", ask)
+            raise EyasError(
+                f"{name!r} has its layer ids {outside} outside of eagle_config, where vLLM reads them and SGLang does not: whose ids they are isn't clear",
+                "the engine",
+                ask,
+            )
         ids = outside
     if theirs and not ids and not ids_of:
-        raise EyasError(f"{name!r} names no layer ids: those that it was trained with are 2, N//2, N-3 or, before speculators 0.5, one further", "the engine or the boundaries", ask)
+        raise EyasError(
+            f"{name!r} names no layer ids: those that it was trained with are 2, N//2, N-3 or, before speculators 0.5, one further",
+            "the engine or the boundaries",
+            ask,
+        )
     engine = ids_of or ("speculators" if theirs else SGLANG)
     try:
         found = engine_boundaries(ids or None, architecture(target), target.n_blocks, engine)
     except EyasError as error:
         raise EyasError(error.found, error.expected, ask) from None
-    return found, f"layer ids {ids} as {engine} reads them for {architecture(target)}" if ids else f"no layer ids: the default of {engine}"
+    return (
+        found,
+        f"layer ids {ids} as {engine} reads them for {architecture(target)}"
+        if ids
+        else f"no layer ids: the default of {engine}",
+    )
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -182,12 +295,23 @@ def _weight_files(folder: Path) -> list[Path]:
         try:
             names = sorted(set(read_json(index)["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise EyasError(f"{index.name} in {folder.name!r} can't be read", "a weight_map", "copy the checkpoint again") from None
+            raise EyasError(
+                f"{index.name} in {folder.name!r} can't be read",
+                "a weight_map",
+                "copy the checkpoint again",
+            ) from None
     else:
-        names = [next((n for n in ("model.safetensors", "pytorch_model.bin") if (folder / n).is_file()), "model.safetensors")]
+        names = [
+            next(
+                (n for n in ("model.safetensors", "pytorch_model.bin") if (folder / n).is_file()),
+                "model.safetensors",
+            )
+        ]
     for name in names:
         if name != Path(name).name or not (folder / name).is_file():
-            raise EyasError(f"no {name} in {folder.name!r}", "its weights", "copy the checkpoint again")
+            raise EyasError(
+                f"no {name} in {folder.name!r}", "its weights", "copy the checkpoint again"
+            )
     return [folder / name for name in names]
 
 
@@ -195,11 +319,31 @@ def _weights(paths: list[Path]) -> dict[str, torch.Tensor]:
     weights = {}
     for path in paths:
         try:
-            weights |= torch.load(path, map_location="cpu", weights_only=True) if path.suffix == ".bin" else load_file(path)
-        except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError, TypeError) as error:
-            raise EyasError(f"{path.name} of {path.parent.name!r} can't be read: {str(error).splitlines()[0]}", "tensors only, whole", "copy the checkpoint again") from None
-    if not all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in weights.items()):
-        raise EyasError(f"{paths[0].name} of {paths[0].parent.name!r} holds more than tensors", "a state dict")
+            weights |= (
+                torch.load(path, map_location="cpu", weights_only=True)
+                if path.suffix == ".bin"
+                else load_file(path)
+            )
+        except (
+            OSError,
+            SafetensorError,
+            RuntimeError,
+            pickle.UnpicklingError,
+            EOFError,
+            TypeError,
+        ) as error:
+            raise EyasError(
+                f"{path.name} of {path.parent.name!r} can't be read: {str(error).splitlines()[0]}",
+                "tensors only, whole",
+                "copy the checkpoint again",
+            ) from None
+    if not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor)
+        for name, tensor in weights.items()
+    ):
+        raise EyasError(
+            f"{paths[0].name} of {paths[0].parent.name!r} holds more than tensors", "a state dict"
+        )
     return {name: tensor.contiguous() for name, tensor in weights.items()}
 
 
@@ -208,14 +352,26 @@ def _own_embedding(weights: dict[str, torch.Tensor], target: Target, layer: dict
     name = "embed_tokens.weight"
     if name in weights:
         mine, theirs = target.embedding(), weights[name]
-        if mine.shape == theirs.shape and (torch.equal(mine.to(theirs.dtype), theirs) or torch.equal(theirs.to(mine.dtype), mine)):
+        if mine.shape == theirs.shape and (
+            torch.equal(mine.to(theirs.dtype), theirs) or torch.equal(theirs.to(mine.dtype), mine)
+        ):
             del weights[name]
     if name not in weights and layer["hidden_size"] != target.hidden_size:
-        raise EyasError(f"a drafter of hidden size {layer['hidden_size']} without an embedding", f"its own, or the target's hidden size {target.hidden_size}")
+        raise EyasError(
+            f"a drafter of hidden size {layer['hidden_size']} without an embedding",
+            f"its own, or the target's hidden size {target.hidden_size}",
+        )
     return name in weights
 
 
-def _config(record: dict, layer: dict, eagle: dict, boundaries: tuple[int, ...], norm_before_residual: bool, own_embedding: bool) -> DrafterConfig:
+def _config(
+    record: dict,
+    layer: dict,
+    eagle: dict,
+    boundaries: tuple[int, ...],
+    norm_before_residual: bool,
+    own_embedding: bool,
+) -> DrafterConfig:
     """Our description of the drafter. EyasError where its RoPE is of a kind that we don't have."""
     rope = layer.get("rope_parameters") or {}
     scaling = layer.get("rope_scaling") or rope
@@ -241,7 +397,9 @@ def _config(record: dict, layer: dict, eagle: dict, boundaries: tuple[int, ...],
         norm_before_fc=bool(eagle.get("norm_before_fc", record.get("norm_before_fc", False))),
         norm_before_residual=norm_before_residual,
         own_embedding=own_embedding,
-        rope_scaling={name: value for name, value in scaling.items() if name != "rope_theta"} if kind != "default" else None,
+        rope_scaling={name: value for name, value in scaling.items() if name != "rope_theta"}
+        if kind != "default"
+        else None,
     )
     config = ImportedConfig(**shape, **more) if any(more.values()) else DrafterConfig(**shape)
     if config.rope_scaling:
@@ -249,20 +407,41 @@ def _config(record: dict, layer: dict, eagle: dict, boundaries: tuple[int, ...],
     return config
 
 
-def _vocab(d2t: torch.Tensor, t2d: torch.Tensor | None, config: DrafterConfig) -> tuple[DraftVocab, torch.Tensor]:
+def _vocab(
+    d2t: torch.Tensor, t2d: torch.Tensor | None, config: DrafterConfig
+) -> tuple[DraftVocab, torch.Tensor]:
     """The draft vocabulary in ascending order of target ids, and the rows of the head that stand for it (others sort by frequency)."""
     if list(d2t.shape) != [config.draft_vocab_size]:
-        raise EyasError(f"d2t has the shape {list(d2t.shape)}", f"[{config.draft_vocab_size}], the draft vocabulary")
+        raise EyasError(
+            f"d2t has the shape {list(d2t.shape)}",
+            f"[{config.draft_vocab_size}], the draft vocabulary",
+        )
     ids = d2t.to(torch.int64) + torch.arange(len(d2t))  # [D]
-    for wrong, text in ((ids < 0, "below 0"), (ids >= config.vocab_size, f"beyond the vocabulary ({config.vocab_size})")):
+    for wrong, text in (
+        (ids < 0, "below 0"),
+        (ids >= config.vocab_size, f"beyond the vocabulary ({config.vocab_size})"),
+    ):
         if wrong.any():
             at = int(wrong.nonzero()[0])
-            raise EyasError(f"d2t points {text}: draft id {at} + {int(d2t[at])} = {int(ids[at])}", "offsets: target id = draft id + d2t[draft id]")
+            raise EyasError(
+                f"d2t points {text}: draft id {at} + {int(d2t[at])} = {int(ids[at])}",
+                "offsets: target id = draft id + d2t[draft id]",
+            )
     ids, order = ids.sort()
     if (ids[1:] == ids[:-1]).any():
-        raise EyasError(f"d2t maps two draft ids to target id {int(ids[1:][ids[1:] == ids[:-1]][0])}", "one draft id for each (is it absolute, not an offset?)")
+        raise EyasError(
+            f"d2t maps two draft ids to target id {int(ids[1:][ids[1:] == ids[:-1]][0])}",
+            "one draft id for each (is it absolute, not an offset?)",
+        )
     vocab = DraftVocab(ids, config.vocab_size)
     if t2d is not None and not torch.equal(t2d.bool(), vocab.t2d):
-        raise EyasError("t2d and d2t disagree" + (f" at target id {int((t2d.bool() != vocab.t2d).nonzero()[0])}" if t2d.shape == vocab.t2d.shape else " in length"),
-                        "t2d true exactly where d2t points")
+        raise EyasError(
+            "t2d and d2t disagree"
+            + (
+                f" at target id {int((t2d.bool() != vocab.t2d).nonzero()[0])}"
+                if t2d.shape == vocab.t2d.shape
+                else " in length"
+            ),
+            "t2d true exactly where d2t points",
+        )
     return vocab, order

@@ -21,7 +21,9 @@ class Family:
 
     file: str
     stack: str | None  # the class with `layers` and `norm`
-    block: str | None  # its decoder block with an `attn_boundary`, whose forward takes hidden_states and forward_batch: what the capture plugin hooks
+    block: (
+        str | None
+    )  # its decoder block with an `attn_boundary`, whose forward takes hidden_states and forward_batch: what the capture plugin hooks
     setter: str | None  # the class whose `set_eagle3_layers_to_capture` it has
 
 
@@ -29,8 +31,14 @@ class Family:
 def _entries() -> dict[str, str]:
     """Architecture -> model file."""
     spec, found = importlib.util.find_spec("sglang"), {}
-    for path in sorted(Path(spec.submodule_search_locations[0], "srt", "models").glob("*.py")) if spec else []:
-        if last := re.search(r"^EntryClass = (\[[^]]*\]|\w+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+    for path in (
+        sorted(Path(spec.submodule_search_locations[0], "srt", "models").glob("*.py"))
+        if spec
+        else []
+    ):
+        if last := re.search(
+            r"^EntryClass = (\[[^]]*\]|\w+)", path.read_text(encoding="utf-8"), re.MULTILINE
+        ):
             found |= dict.fromkeys(re.findall(r"\w+", last[1]), path.stem)
     return found
 
@@ -39,12 +47,19 @@ def _entries() -> dict[str, str]:
 def _module(file: str) -> tuple[dict[str, ast.ClassDef], dict[str, Place]]:
     """The classes of a model file, and what it imports from other model files."""
     spec, classes, imports = importlib.util.find_spec("sglang"), {}, {}
-    path = Path(spec.submodule_search_locations[0], "srt", "models", *file.split(".")).with_suffix(".py")
+    path = Path(spec.submodule_search_locations[0], "srt", "models", *file.split(".")).with_suffix(
+        ".py"
+    )
     for node in ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else []:
         if isinstance(node, ast.ClassDef):
             classes[node.name] = node
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang.srt.models."):
-            imports |= {a.asname or a.name: (node.module.removeprefix("sglang.srt.models."), a.name) for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "sglang.srt.models."
+        ):
+            imports |= {
+                a.asname or a.name: (node.module.removeprefix("sglang.srt.models."), a.name)
+                for a in node.names
+            }
     return classes, imports
 
 
@@ -64,8 +79,13 @@ def family(architecture: str) -> Family | None:
     file = _entries()[architecture]
     if (start := _find((file, architecture))) is None:  # taken from somewhere else
         return Family(file, None, None, None)
-    stack = next((place for place in _used(start) if _assigns(place, "layers") and _assigns(place, "norm")), None)
-    block = next((place for place in _used(stack) if _is_block(_class(place))), None) if stack else None
+    stack = next(
+        (place for place in _used(start) if _assigns(place, "layers") and _assigns(place, "norm")),
+        None,
+    )
+    block = (
+        next((place for place in _used(stack) if _is_block(_class(place))), None) if stack else None
+    )
     setter = next((place for place in _lineage(start) if SETTER in _methods(_class(place))), None)
     return Family(file, *(place and place[1] for place in (stack, block, setter)))
 
@@ -80,7 +100,10 @@ def _find(place: Place, imported: bool = False) -> Place | None:
 
 def _lineage(place: Place) -> list[Place]:
     """A class and its bases among the models, nearest first."""
-    bases = [_find((place[0], name), imported=name == place[1]) for name in map(ast.unparse, _class(place).bases)]  # `class LlamaDecoderLayer(LlamaDecoderLayer)`
+    bases = [
+        _find((place[0], name), imported=name == place[1])
+        for name in map(ast.unparse, _class(place).bases)
+    ]  # `class LlamaDecoderLayer(LlamaDecoderLayer)`
     return [place, *(one for base in bases if base for one in _lineage(base))]
 
 
@@ -94,7 +117,11 @@ def _used(start: Place) -> Iterator[Place]:
         found.add(place)
         yield place
         names = {node.id for node in ast.walk(_class(place)) if isinstance(node, ast.Name)}
-        waiting += [one for one in (*_lineage(place), *(_find((place[0], name)) for name in sorted(names))) if one and one not in found]
+        waiting += [
+            one
+            for one in (*_lineage(place), *(_find((place[0], name)) for name in sorted(names)))
+            if one and one not in found
+        ]
 
 
 def _methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
@@ -103,7 +130,13 @@ def _methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
 
 def _assigned(node: ast.ClassDef) -> set[str]:
     """X of every `self.X = ...`, also within a tuple."""
-    return {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and getattr(n.value, "id", "") == "self"}
+    return {
+        n.attr
+        for n in ast.walk(node)
+        if isinstance(n, ast.Attribute)
+        and isinstance(n.ctx, ast.Store)
+        and getattr(n.value, "id", "") == "self"
+    }
 
 
 def _assigns(place: Place, name: str) -> bool:
@@ -112,4 +145,8 @@ def _assigns(place: Place, name: str) -> bool:
 
 def _is_block(node: ast.ClassDef) -> bool:
     forward = _methods(node).get("forward")
-    return "attn_boundary" in _assigned(node) and forward is not None and {"hidden_states", "forward_batch"} <= {a.arg for a in forward.args.args}
+    return (
+        "attn_boundary" in _assigned(node)
+        and forward is not None
+        and {"hidden_states", "forward_batch"} <= {a.arg for a in forward.args.args}
+    )

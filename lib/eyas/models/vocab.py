@@ -20,8 +20,16 @@ class DraftVocab:
     vocab_size: int
 
     def __post_init__(self):
-        if len(self.ids) == 0 or (self.ids[1:] <= self.ids[:-1]).any() or self.ids[0] < 0 or self.ids[-1] >= self.vocab_size:
-            raise EyasError("a draft vocabulary that is not ascending ids of the target", f"each once, from 0 to {self.vocab_size - 1}")
+        if (
+            len(self.ids) == 0
+            or (self.ids[1:] <= self.ids[:-1]).any()
+            or self.ids[0] < 0
+            or self.ids[-1] >= self.vocab_size
+        ):
+            raise EyasError(
+                "a draft vocabulary that is not ascending ids of the target",
+                f"each once, from 0 to {self.vocab_size - 1}",
+            )
 
     @property
     def d2t(self) -> torch.Tensor:
@@ -65,7 +73,11 @@ def choose_vocab(counts: torch.Tensor, draft_vocab_size: int) -> DraftVocab:
 
 def check_size(draft_vocab_size: int, vocab_size: int) -> None:
     if not 1 <= draft_vocab_size <= vocab_size:
-        raise EyasError(f"a draft vocabulary of {draft_vocab_size:,} tokens", f"1 to {vocab_size:,}, the target's vocabulary", f"-p draft_vocab_size {min(8192, vocab_size)}")
+        raise EyasError(
+            f"a draft vocabulary of {draft_vocab_size:,} tokens",
+            f"1 to {vocab_size:,}, the target's vocabulary",
+            f"-p draft_vocab_size {min(8192, vocab_size)}",
+        )
 
 
 def coverage(vocab: DraftVocab, counts: torch.Tensor) -> tuple[int, int]:

@@ -31,18 +31,36 @@ REFERENCE_BYTES = 4 * 2**30  # of all N+1 boundaries in both dtypes
 ESCAPES = 0.05  # chance at which a fault's share of the samples is named in `unseen`
 
 
-def certify(config: Config, server: Server, store: Store, target: Target, prompts: PromptSet | None = None, full: bool = False) -> dict:
+def certify(
+    config: Config,
+    server: Server,
+    store: Store,
+    target: Target,
+    prompts: PromptSet | None = None,
+    full: bool = False,
+) -> dict:
     """Compare a bounded sample of the store with the references, write `parity.json` and give it back.
 
     `full` also starts a second server, with prefix cache and chunked prefill, and asks it for the same tokens. EyasError: nothing to check, a
     server that would lose rows or serves something else, no room for the reference. A failed test is no error: see `passed`.
     """
     started_s = time.monotonic()
-    boundaries, dtype, tokenizer, head = store.boundaries, store.manifest["dtype"], target.tokenizer(), store.head()
+    boundaries, dtype, tokenizer, head = (
+        store.boundaries,
+        store.manifest["dtype"],
+        target.tokenizer(),
+        store.head(),
+    )
     check_for_capture(server.status(), boundaries, target)
-    ids = chosen_samples(store, config.parity_samples, config.seed, (target.n_blocks + 1) * target.hidden_size * 6)
+    ids = chosen_samples(
+        store, config.parity_samples, config.seed, (target.n_blocks + 1) * target.hidden_size * 6
+    )
     if not ids:
-        raise EyasError(f"the store of run {config.run_name!r} has no samples", "some to check", "python -m eyas extract")
+        raise EyasError(
+            f"the store of run {config.run_name!r} has no samples",
+            "some to check",
+            "python -m eyas extract",
+        )
     samples = {id: store.read(id) for id in ids}
     with Progress(len(ids)) as progress:
         progress.update(note="asked of the server")
@@ -55,8 +73,14 @@ def certify(config: Config, server: Server, store: Store, target: Target, prompt
         reference = HuggingFace(target, config.threads)
         expected, evidence = expected_samples(config, prompts, tokenizer, ids), {}
         for id in ids:
-            evidence[id] = Evidence(served[id], reference(samples[id]["input_ids"], served[id].top_ids), expected.get(id))
-            progress.update(samples=1, tok=len(samples[id]["input_ids"]), note="compared with Hugging Face")
+            evidence[id] = Evidence(
+                served[id],
+                reference(samples[id]["input_ids"], served[id].top_ids),
+                expected.get(id),
+            )
+            progress.update(
+                samples=1, tok=len(samples[id]["input_ids"]), note="compared with Hugging Face"
+            )
         del reference
     if store.manifest.get("last_state") == "post-norm":
         evidence = {id: after_norm(e) for id, e in evidence.items()}
@@ -66,17 +90,31 @@ def certify(config: Config, server: Server, store: Store, target: Target, prompt
     judged_s = time.monotonic()
     table = demonstration(samples, evidence, head, dtype, tokenizer, target.embedding())
     hidden = not any("decoding" in s.states for s in served.values())
-    seconds = {"server": served_s - started_s, "reference": referred_s - served_s, "tests": judged_s - referred_s, "faults": time.monotonic() - judged_s}
+    seconds = {
+        "server": served_s - started_s,
+        "reference": referred_s - served_s,
+        "tests": judged_s - referred_s,
+        "faults": time.monotonic() - judged_s,
+    }
     record = {
-        "format": FORMAT, "passed": all(test.ok is not False for test in tests), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {"eyas": __version__} | {name: importlib.metadata.version(name) for name in ("torch", "transformers", "sglang")},
-        "target": store.manifest["target"], "engine": store.manifest["engine"], "dtype": dtype,
-        "samples": ids, "of_samples": len(store.samples()), "tok": sum(len(s["input_ids"]) for s in samples.values()),
-        "seconds": {name: round(value, 2) for name, value in seconds.items()} | {"all": round(sum(seconds.values()), 2)},
+        "format": FORMAT,
+        "passed": all(test.ok is not False for test in tests),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {"eyas": __version__}
+        | {name: importlib.metadata.version(name) for name in ("torch", "transformers", "sglang")},
+        "target": store.manifest["target"],
+        "engine": store.manifest["engine"],
+        "dtype": dtype,
+        "samples": ids,
+        "of_samples": len(store.samples()),
+        "tok": sum(len(s["input_ids"]) for s in samples.values()),
+        "seconds": {name: round(value, 2) for name, value in seconds.items()}
+        | {"all": round(sum(seconds.values()), 2)},
         "share_of_extraction": _share_of_extraction(store, sum(seconds.values())),
-        "tests": [asdict(test) for test in tests], "faults": table,
+        "tests": [asdict(test) for test in tests],
+        "faults": table,
         "unseen": unseen(len(ids), len(store.samples()), hidden),
-    }  # fmt: skip
+    }
     write_certificate(store, _finite(record))
     return record
 
@@ -86,21 +124,36 @@ def chosen_samples(store: Store, limit: int, seed: int, token_bytes: int) -> lis
     lengths = store.index.set_index("id")["length"]
     ids = store.samples()
     drawn = np.random.default_rng(seed).permutation(len(ids))[:limit]
-    fit = int((np.cumsum([int(lengths[ids[n]]) * token_bytes for n in drawn]) <= REFERENCE_BYTES).sum())
+    fit = int(
+        (np.cumsum([int(lengths[ids[n]]) * token_bytes for n in drawn]) <= REFERENCE_BYTES).sum()
+    )
     return [ids[n] for n in sorted(drawn[: max(fit, 2)])]
 
 
-def expected_samples(config: Config, prompts: PromptSet | None, tokenizer, ids: list[str]) -> dict[str, Sample]:
+def expected_samples(
+    config: Config, prompts: PromptSet | None, tokenizer, ids: list[str]
+) -> dict[str, Sample]:
     if prompts is None:
         return {}
     conversations = {c.id: c for c in prompts.conversations}
     missing = [id for id in ids if id not in conversations]
     if missing:
-        raise EyasError(f"sample {missing[0]} is not in {prompts.path.name}", "the prompt set of the store", "python -m eyas verify")
+        raise EyasError(
+            f"sample {missing[0]} is not in {prompts.path.name}",
+            "the prompt set of the store",
+            "python -m eyas verify",
+        )
     return {id: encode(conversations[id], tokenizer, config.max_length) for id in ids}
 
 
-def demonstration(samples: dict[str, dict], evidence: dict[str, Evidence], head: Head, dtype: str, tokenizer, embedding: torch.Tensor) -> list[dict]:
+def demonstration(
+    samples: dict[str, dict],
+    evidence: dict[str, Evidence],
+    head: Head,
+    dtype: str,
+    tokenizer,
+    embedding: torch.Tensor,
+) -> list[dict]:
     """The detection table on the two shortest samples: what each test would have said of faulty data."""
     from eyas.parity.faults import clean, detection_table, faults
 
@@ -108,7 +161,10 @@ def demonstration(samples: dict[str, dict], evidence: dict[str, Evidence], head:
     if len(two) < 2:
         return []
     some, of = {id: samples[id] for id in two}, {id: evidence[id] for id in two}
-    return detection_table([*clean(some, of, head, dtype), *faults(some, of, head, dtype, tokenizer, embedding)], tokenizer)
+    return detection_table(
+        [*clean(some, of, head, dtype), *faults(some, of, head, dtype, tokenizer, embedding)],
+        tokenizer,
+    )
 
 
 def unseen(n_samples: int, of_samples: int, in_graph: bool) -> list[str]:
@@ -137,7 +193,11 @@ def _share_of_extraction(store: Store, seconds: float) -> float | None:
     """Of the time that extracting this many samples takes, by the last run's rate; None when that extracted nothing."""
     path = store.folder / "data_config.json"
     last = read_json(path).get("last_run", {}) if path.is_file() else {}
-    return seconds / (last["seconds"] / last["extracted"] * len(store.samples())) if last.get("extracted") else None
+    return (
+        seconds / (last["seconds"] / last["extracted"] * len(store.samples()))
+        if last.get("extracted")
+        else None
+    )
 
 
 def _finite(value):
@@ -151,13 +211,20 @@ def _finite(value):
 
 def tests_table(record: dict) -> pd.DataFrame:
     words = {True: "passed", False: "FAILED", None: "measured only"}
-    return pd.DataFrame([{"test": test["name"], "verdict": words[test["ok"]], "detail": test["detail"]} for test in record["tests"]])
+    return pd.DataFrame(
+        [
+            {"test": test["name"], "verdict": words[test["ok"]], "detail": test["detail"]}
+            for test in record["tests"]
+        ]
+    )
 
 
 def summary(record: dict) -> str:
     """A line per test, then the cost."""
     words = {True: "ok  ", False: "FAIL", None: "    "}
-    lines = [f"{words[test['ok']]}  {test['name']:9} {test['detail']}" for test in record["tests"]] + [f"not seen: {what}" for what in record["unseen"]]
+    lines = [
+        f"{words[test['ok']]}  {test['name']:9} {test['detail']}" for test in record["tests"]
+    ] + [f"not seen: {what}" for what in record["unseen"]]
     return "\n".join([*lines, cost(record)])
 
 

@@ -65,11 +65,19 @@ class ReferenceHead:
             ("head", head.lm_head, lm_head),
         ):
             if copied.shape != own.shape:
-                wrong.append(f"the copied {name} is {list(copied.shape)}, the target's {list(own.shape)}")
+                wrong.append(
+                    f"the copied {name} is {list(copied.shape)}, the target's {list(own.shape)}"
+                )
             elif not torch.equal(copied, own):
-                rows = int((copied != own).flatten(1).any(1).sum() if own.ndim > 1 else (copied != own).sum())
+                rows = int(
+                    (copied != own).flatten(1).any(1).sum()
+                    if own.ndim > 1
+                    else (copied != own).sum()
+                )
                 unit = "rows" if own.ndim > 1 else "weights"
-                wrong.append(f"{rows:,} of {len(own):,} {unit} of the copied {name} are not the target's")
+                wrong.append(
+                    f"{rows:,} of {len(own):,} {unit} of the copied {name} are not the target's"
+                )
         eps = getattr(self.norm, "variance_epsilon", getattr(self.norm, "eps", None))
         if eps is not None and not math.isclose(eps, head.eps, rel_tol=1e-6):
             wrong.append(f"the copied norm adds {head.eps:g} to the variance, the target's {eps:g}")
@@ -155,13 +163,24 @@ def _summary(error: torch.Tensor, floor: torch.Tensor) -> dict[str, float]:
     row = {}
     for name, q in (("p50", 0.5), ("p90", 0.9)):
         row |= {f"error_{name}": _quantile(error, q), f"limit_{name}": FLOORS * _quantile(floor, q)}
-    return row | {"excess": max(_excess(row[f"error_{name}"], row[f"limit_{name}"]) for name in ("p50", "p90"))}
+    return row | {
+        "excess": max(
+            _excess(row[f"error_{name}"], row[f"limit_{name}"]) for name in ("p50", "p90")
+        )
+    }
 
 
 # ---- the tests
 
 
-def examine(samples: dict[str, dict], evidence: dict[str, Evidence], head: Head, dtype: str, tokenizer, hashes: dict | None = None) -> list[Verdict]:
+def examine(
+    samples: dict[str, dict],
+    evidence: dict[str, Evidence],
+    head: Head,
+    dtype: str,
+    tokenizer,
+    hashes: dict | None = None,
+) -> list[Verdict]:
     """The verdicts on samples as `Store.read` gives them, each against its own evidence; reads and fetches nothing.
 
     `dtype`: the store's number format. `hashes`: tokenizer_hash and template_hash of the store's manifest, where it has them.
@@ -175,10 +194,15 @@ def examine(samples: dict[str, dict], evidence: dict[str, Evidence], head: Head,
     ]
 
 
-def text_test(samples: dict[str, dict], evidence: dict[str, Evidence], tokenizer, hashes: dict) -> Verdict:
+def text_test(
+    samples: dict[str, dict], evidence: dict[str, Evidence], tokenizer, hashes: dict
+) -> Verdict:
     """Token ids and loss mask."""
-    wrong = [f"the store's {name.replace('_', ' ')} is not the target's" for name, of in (("tokenizer_hash", tokenizer_hash), ("template_hash", template_hash))
-             if hashes.get(name) and hashes[name] != of(tokenizer)]
+    wrong = [
+        f"the store's {name.replace('_', ' ')} is not the target's"
+        for name, of in (("tokenizer_hash", tokenizer_hash), ("template_hash", template_hash))
+        if hashes.get(name) and hashes[name] != of(tokenizer)
+    ]
     opening = generation_prompt(tokenizer)
     by_prompts = 0
     for id, sample in samples.items():
@@ -192,10 +216,21 @@ def text_test(samples: dict[str, dict], evidence: dict[str, Evidence], tokenizer
         elif opening and (what := _mask_fault(sample, tokenizer, opening)):
             wrong.append(f"{id}: {what}")
     if wrong:
-        return Verdict("text", False, "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""), math.inf)
+        return Verdict(
+            "text",
+            False,
+            "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""),
+            math.inf,
+        )
     if by_prompts < len(samples) and not opening:
-        return Verdict("text", None, "no prompt set, and the template has no generation prompt: the loss mask could not be checked")
-    where = "the prompt set's" if by_prompts == len(samples) else "where the template puts its answers"
+        return Verdict(
+            "text",
+            None,
+            "no prompt set, and the template has no generation prompt: the loss mask could not be checked",
+        )
+    where = (
+        "the prompt set's" if by_prompts == len(samples) else "where the template puts its answers"
+    )
     return Verdict("text", True, f"token ids and loss mask of {len(samples)} samples are {where}")
 
 
@@ -204,7 +239,10 @@ def generation_prompt(tokenizer) -> str:
     question = [{"role": "user", "content": "a"}]
     if not isinstance(tokenizer.chat_template, str):
         return ""
-    plain, opened = (tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=flag) for flag in (False, True))
+    plain, opened = (
+        tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=flag)
+        for flag in (False, True)
+    )
     return opened[len(plain) :] if opened.startswith(plain) else ""
 
 
@@ -213,7 +251,10 @@ def _mask_fault(sample: dict, tokenizer, opening: str) -> str:
     ids, mask = sample["input_ids"].tolist(), sample["loss_mask"].int()
     control = set(tokenizer.all_special_ids)
     edges = torch.diff(mask, prepend=mask.new_zeros(1), append=mask.new_zeros(1))
-    starts, ends = edges.eq(1).nonzero().flatten().tolist(), edges.eq(-1).nonzero().flatten().tolist()
+    starts, ends = (
+        edges.eq(1).nonzero().flatten().tolist(),
+        edges.eq(-1).nonzero().flatten().tolist(),
+    )
     if not starts:
         return "nothing is supervised"
     for start, end in zip(starts, ends):
@@ -224,7 +265,9 @@ def _mask_fault(sample: dict, tokenizer, opening: str) -> str:
     return ""
 
 
-def head_test(samples: dict[str, dict], evidence: dict[str, Evidence], head: Head, dtype: str) -> Verdict:
+def head_test(
+    samples: dict[str, dict], evidence: dict[str, Evidence], head: Head, dtype: str
+) -> Verdict:
     """Judge the copied norm and head, and the stored last state through them, by the server's own log-probabilities.
 
     The weights have to be the target's, all of them: that needs no sample. A first choice that is not the server's has to be a tie: neither
@@ -234,37 +277,70 @@ def head_test(samples: dict[str, dict], evidence: dict[str, Evidence], head: Hea
     wrong = judge.differences(head)
     if wrong:
         wrong[-1] += " (python -m eyas verify --repair writes them again)"
-    if any(tuple(weight.shape) != tuple(own.shape) for weight, own in ((head.lm_head, judge.lm_head.weight), (head.norm_weight, judge.norm.weight))):
+    if any(
+        tuple(weight.shape) != tuple(own.shape)
+        for weight, own in (
+            (head.lm_head, judge.lm_head.weight),
+            (head.norm_weight, judge.norm.weight),
+        )
+    ):
         return Verdict("head", False, "; ".join(wrong), math.inf)
     parts = []  # (error [2(T-1)], floor of the store's way [2(T-1)], floor of the server's [2(T-1)], what the head prefers its own first choice by [T-1])
     for id, sample in samples.items():
         served, reference, ids = evidence[id].served, evidence[id].reference, sample["input_ids"]
         last = sample["states"][max(sample["states"])]
         if last.shape[0] != len(ids):
-            return Verdict("head", False, f"{id}: {last.shape[0]} rows for {len(ids)} tokens", math.inf)
+            return Verdict(
+                "head", False, f"{id}: {last.shape[0]} rows for {len(ids)} tokens", math.inf
+            )
         both = torch.stack([ids[1:], served.top_ids])  # [2, T-1]
         mine, first = _log_probabilities(head, last, both)
         analogue, _ = _log_probabilities(judge, as_stored(reference.rounded[-1], dtype), both)
         error = mine - torch.stack([served.next_logp, served.top_logp])
         stored = analogue - reference.exact_logp
         own = reference.rounded_logp - reference.exact_logp
-        parts.append((error.abs().flatten(), stored.abs().flatten(), own.abs().flatten(), first - mine[1]))
+        parts.append(
+            (error.abs().flatten(), stored.abs().flatten(), own.abs().flatten(), first - mine[1])
+        )
     error, stored, own, behind = map(torch.cat, zip(*parts))
     wider = stored if stored.median() > own.median() else own
     row, tie = _summary(error, wider), FLOORS**2 * float(torch.maximum(stored, own).max())
-    each = [_excess(_quantile(e, 0.5), FLOORS * max(_quantile(s, 0.5), _quantile(o, 0.5))) for e, s, o, _ in parts]
+    each = [
+        _excess(_quantile(e, 0.5), FLOORS * max(_quantile(s, 0.5), _quantile(o, 0.5)))
+        for e, s, o, _ in parts
+    ]
     agreeing, ties = int((behind <= 0).sum()), int(((behind > 0) & (behind <= tie)).sum())
     floor = _quantile(wider, 0.5)
-    excess = max(row["excess"], *each, _excess(float(behind.max()), tie), LEAST_AGREEING * len(behind) / max(agreeing, 1e-9), floor / WIDEST_LOGP_FLOOR)
+    excess = max(
+        row["excess"],
+        *each,
+        _excess(float(behind.max()), tie),
+        LEAST_AGREEING * len(behind) / max(agreeing, 1e-9),
+        floor / WIDEST_LOGP_FLOOR,
+    )
     if floor > WIDEST_LOGP_FLOOR:
-        wrong.append(f"the reference itself is {floor:.2f} nats from exact, rounding gives at most {WIDEST_LOGP_FLOOR}: it is no reference")
+        wrong.append(
+            f"the reference itself is {floor:.2f} nats from exact, rounding gives at most {WIDEST_LOGP_FLOOR}: it is no reference"
+        )
     detail = f"first choice as the server's at {agreeing:,} of {len(behind):,} positions, {ties} more tie; "
     detail += f"log-probabilities {row['error_p50']:.3f} apart (median), {excess:.2f} of the limit"
-    numbers = {"positions": len(behind), "agreeing": agreeing, "ties": ties} | row | {"excess": excess, "wrong_weights": wrong}
-    return Verdict("head", excess <= 1 and not wrong, "; ".join([*wrong, detail]), math.inf if wrong else excess, (numbers,))
+    numbers = (
+        {"positions": len(behind), "agreeing": agreeing, "ties": ties}
+        | row
+        | {"excess": excess, "wrong_weights": wrong}
+    )
+    return Verdict(
+        "head",
+        excess <= 1 and not wrong,
+        "; ".join([*wrong, detail]),
+        math.inf if wrong else excess,
+        (numbers,),
+    )
 
 
-def _log_probabilities(head: Head, states: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _log_probabilities(
+    head: Head, states: torch.Tensor, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, H], ids [2, T-1] of the tokens that follow -> their log-probabilities [2, T-1], and those of the first choices [T-1]."""
     found = head.logits(states[:-1]).log_softmax(-1)  # [T-1, V]
     return found.gather(1, ids.T).T, found.amax(-1)
@@ -278,14 +354,28 @@ def boundary_test(samples: dict[str, dict], evidence: dict[str, Evidence], dtype
         exact = as_stored(reference.exact, dtype)  # [N+1, T, H]
         for b, rows in sample["states"].items():
             if rows.shape != exact[b].shape:
-                return Verdict("boundary", False, f"{id}: boundary {b} is {tuple(rows.shape)} for {len(sample['input_ids'])} tokens", math.inf)
-            parts.setdefault(b, []).append(match(rows, exact, as_stored(reference.rounded[b], dtype), b))
+                return Verdict(
+                    "boundary",
+                    False,
+                    f"{id}: boundary {b} is {tuple(rows.shape)} for {len(sample['input_ids'])} tokens",
+                    math.inf,
+                )
+            parts.setdefault(b, []).append(
+                match(rows, exact, as_stored(reference.rounded[b], dtype), b)
+            )
     table, wrong = [], []
     for b, found in sorted(parts.items()):
-        row = {"boundary": b, "nearest": next((m.nearest for m in found if m.nearest != b), b), "margin": min(m.margin for m in found)}
+        row = {
+            "boundary": b,
+            "nearest": next((m.nearest for m in found if m.nearest != b), b),
+            "margin": min(m.margin for m in found),
+        }
         row["lost_rows"] = sum(m.lost for m in found)
         row |= _summary(torch.cat([m.error for m in found]), torch.cat([m.floor for m in found]))
-        row["excess"] = max(row["excess"], *(_excess(_quantile(m.error, 0.5), FLOORS * _quantile(m.floor, 0.5)) for m in found))
+        row["excess"] = max(
+            row["excess"],
+            *(_excess(_quantile(m.error, 0.5), FLOORS * _quantile(m.floor, 0.5)) for m in found),
+        )
         if row["lost_rows"]:
             row["excess"] = max(row["excess"], *(m.worst for m in found))
         floor = row["limit_p50"] / FLOORS
@@ -295,7 +385,9 @@ def boundary_test(samples: dict[str, dict], evidence: dict[str, Evidence], dtype
         elif row["lost_rows"]:
             wrong.append(f"{row['lost_rows']} rows of boundary {b} are not their tokens'")
         elif floor > WIDEST_FLOOR:
-            wrong.append(f"the reference of {b} is {floor:.0%} from exact, rounding gives at most {WIDEST_FLOOR:.0%}: it is no reference")
+            wrong.append(
+                f"the reference of {b} is {floor:.0%} from exact, rounding gives at most {WIDEST_FLOOR:.0%}: it is no reference"
+            )
         elif row["excess"] > 1:
             wrong.append(f"{b} is {FLOORS * row['excess']:.1f} floors away")
         table.append(row)
@@ -325,12 +417,26 @@ def match(rows: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor, b: int
     middle = torch.nan_to_num(every.median(-1).values, nan=math.inf)  # [N+1]
     second = float(torch.cat([middle[:b], middle[b + 1 :]]).min())
     inf = torch.full((1,), math.inf)
-    behind, ahead = distance(exact[b][:-1], exact[b][1:]), distance(exact[b][1:], exact[b][:-1])  # [T-1], relative to the later and to the earlier row
+    behind, ahead = (
+        distance(exact[b][:-1], exact[b][1:]),
+        distance(exact[b][1:], exact[b][:-1]),
+    )  # [T-1], relative to the later and to the earlier row
     neighbour = torch.minimum(torch.cat([inf, behind]), torch.cat([ahead, inf]))  # [T]
-    lost = torch.nan_to_num(error / torch.maximum(neighbour / 2, FLOORS * floor.max()), nan=math.inf)  # [T], above 1: lost
-    lost[error == 0] = 0.0  # at boundary 0, where nothing is rounded, a token that stands there twice in a row is its own neighbour: 0 / 0
+    lost = torch.nan_to_num(
+        error / torch.maximum(neighbour / 2, FLOORS * floor.max()), nan=math.inf
+    )  # [T], above 1: lost
+    lost[error == 0] = (
+        0.0  # at boundary 0, where nothing is rounded, a token that stands there twice in a row is its own neighbour: 0 / 0
+    )
     nearest = b if middle[b] <= second else int(middle.argmin())
-    return Match(nearest, second / float(middle[b]) if middle[b] else math.inf, int((lost > 1).sum()), float(lost.max()), error, floor)
+    return Match(
+        nearest,
+        second / float(middle[b]) if middle[b] else math.inf,
+        int((lost > 1).sum()),
+        float(lost.max()),
+        error,
+        floor,
+    )
 
 
 def serving_test(samples: dict[str, dict], evidence: dict[str, Evidence], dtype: str) -> Verdict:
@@ -341,11 +447,23 @@ def serving_test(samples: dict[str, dict], evidence: dict[str, Evidence], dtype:
         for how, (positions, states) in evidence[id].served.states.items():
             for b, rows in sample["states"].items():
                 if len(rows) != len(sample["input_ids"]):
-                    return Verdict("serving", False, f"{id}: {len(rows)} rows for {len(sample['input_ids'])} tokens", math.inf)
-                floor = distance(as_stored(reference.rounded[b][positions], dtype), as_stored(reference.exact[b][positions], dtype))
-                parts.setdefault((how, b), []).append((distance(rows[positions], as_stored(states[b], dtype)), floor))
+                    return Verdict(
+                        "serving",
+                        False,
+                        f"{id}: {len(rows)} rows for {len(sample['input_ids'])} tokens",
+                        math.inf,
+                    )
+                floor = distance(
+                    as_stored(reference.rounded[b][positions], dtype),
+                    as_stored(reference.exact[b][positions], dtype),
+                )
+                parts.setdefault((how, b), []).append(
+                    (distance(rows[positions], as_stored(states[b], dtype)), floor)
+                )
     if not parts:
-        return Verdict("serving", None, "the server was not asked for other ways to compute these tokens")
+        return Verdict(
+            "serving", None, "the server was not asked for other ways to compute these tokens"
+        )
     table = []
     for (how, b), found in sorted(parts.items()):
         error, floor = map(torch.cat, zip(*found))
@@ -372,7 +490,13 @@ def policy_test(samples: dict[str, dict], evidence: dict[str, Evidence]) -> Verd
     words = "the target's own words" if not others else f"{others} are not the target's own"
     detail = f"{greedy:,} of {total:,} supervised tokens are the server's first choice, {near} more are within rounding of it; {words}; "
     detail += f"mean log-probability {logp / max(total, 1):.3f}"
-    return Verdict("policy", None, detail, 0.0, ({"supervised": total, "greedy": greedy, "ties": near, "mean_logp": logp / max(total, 1)},))
+    return Verdict(
+        "policy",
+        None,
+        detail,
+        0.0,
+        ({"supervised": total, "greedy": greedy, "ties": near, "mean_logp": logp / max(total, 1)},),
+    )
 
 
 def after_norm(evidence: Evidence) -> Evidence:
@@ -387,7 +511,9 @@ def after_norm(evidence: Evidence) -> Evidence:
         return torch.cat([states[:-1], normed(states[-1:])])
 
     last = len(reference.exact) - 1
-    ways = {how: (at, rows | {last: normed(rows[last])}) for how, (at, rows) in served.states.items()}
+    ways = {
+        how: (at, rows | {last: normed(rows[last])}) for how, (at, rows) in served.states.items()
+    }
     judged = replace(
         reference,
         exact=last_normed(reference.exact),

@@ -35,13 +35,22 @@ def n_parameters(folder: Path) -> int:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         for tensor in (header[name] for name in header if name != "__metadata__"):
             start, end = tensor["data_offsets"]
-            total += 2 * (end - start) if tensor["dtype"] in ("I32", "U8") else math.prod(tensor["shape"])
+            total += (
+                2 * (end - start)
+                if tensor["dtype"] in ("I32", "U8")
+                else math.prod(tensor["shape"])
+            )
     return total
 
 
 def _stack(model: torch.nn.Module) -> torch.nn.Module:
     """Return the one module that has both `layers` and `norm`, in any family."""
-    return next(m for m in model.modules() if isinstance(getattr(m, "layers", None), torch.nn.ModuleList) and isinstance(getattr(m, "norm", None), torch.nn.Module))
+    return next(
+        m
+        for m in model.modules()
+        if isinstance(getattr(m, "layers", None), torch.nn.ModuleList)
+        and isinstance(getattr(m, "norm", None), torch.nn.Module)
+    )
 
 
 class HuggingFace:
@@ -51,8 +60,11 @@ class HuggingFace:
         torch.set_num_threads(threads)
         need = (4 + 2) * n_parameters(target.folder)  # both dtypes side by side
         if need > psutil.virtual_memory().available:
-            raise EyasError(f"the reference of {target.name} takes {bytes_text(need)} of memory", f"that much free ({bytes_text(psutil.virtual_memory().available)} are)",
-                            "python -m eyas parity on a machine that has it and sees the server's spool; or train with -p without_parity true")
+            raise EyasError(
+                f"the reference of {target.name} takes {bytes_text(need)} of memory",
+                f"that much free ({bytes_text(psutil.virtual_memory().available)} are)",
+                "python -m eyas parity on a machine that has it and sees the server's spool; or train with -p without_parity true",
+            )
         self.rows: dict[int, torch.Tensor] = {}
         self.target = target
         self.models = [target.causal_lm(dtype) for dtype in (torch.float32, torch.bfloat16)]
@@ -64,6 +76,7 @@ class HuggingFace:
     def _hook(self, stack: torch.nn.Module) -> None:
         """Keep the residual stream that enters each block and the final norm."""
         for b, module in enumerate([*stack.layers, stack.norm]):
+
             def hook(_, args, kwargs, b=b):
                 self.rows[b] = (args[0] if args else kwargs["hidden_states"])[0]  # [T, H]
 
@@ -76,7 +89,9 @@ class HuggingFace:
         for model in self.models:
             logits = model(ids[None], use_cache=False).logits[0, :-1]  # [T-1, V]
             both = torch.stack([ids[1:], top_ids], dim=1)  # [T-1, 2]
-            logps.append((logits.gather(1, both).float() - logits.float().logsumexp(-1, keepdim=True)).T)
+            logps.append(
+                (logits.gather(1, both).float() - logits.float().logsumexp(-1, keepdim=True)).T
+            )
             passes.append(torch.stack([self.rows[b] for b in sorted(self.rows)]))
             self.rows.clear()
             if model is self.models[0]:
@@ -87,9 +102,14 @@ class HuggingFace:
         """Raise EyasError unless the model's logits [T, V] are its head applied to its normed last states [T, H]."""
         mine = self.head.logits(last)
         self.rows.clear()  # the norm's hook saw these too
-        if mine.shape != logits.shape or float((mine - logits).abs().max()) > SAME_LOGITS * float(logits.abs().max()):
-            raise EyasError(f"the logits of {self.target.name} are not its head applied to its normed last state: it scales or caps them",
-                            "a family whose head is a matrix alone, since logits are recomputed from a store that way", f"python -m eyas doctor --target {self.target.folder}")
+        if mine.shape != logits.shape or float((mine - logits).abs().max()) > SAME_LOGITS * float(
+            logits.abs().max()
+        ):
+            raise EyasError(
+                f"the logits of {self.target.name} are not its head applied to its normed last state: it scales or caps them",
+                "a family whose head is a matrix alone, since logits are recomputed from a store that way",
+                f"python -m eyas doctor --target {self.target.folder}",
+            )
 
 
 class Asked:
@@ -101,48 +121,83 @@ class Asked:
 
     def prefill(self, ids: list[int]) -> Served:
         """One prefill, beside others: log-probabilities of its tokens, and its rows."""
-        meta, tensors = self._generate(ids, 1, {}, {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1})
+        meta, tensors = self._generate(
+            ids, 1, {}, {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
+        )
         top = [entry[0] for entry in meta["input_top_logprobs"][1:]]
         return Served(
-            torch.tensor([entry[0] for entry in meta["input_token_logprobs"][1:]]), torch.tensor([entry[1] for entry in top]), torch.tensor([entry[0] for entry in top]),
+            torch.tensor([entry[0] for entry in meta["input_token_logprobs"][1:]]),
+            torch.tensor([entry[1] for entry in top]),
+            torch.tensor([entry[0] for entry in top]),
             {"another batch": (torch.arange(len(ids)), self._rows(tensors))},
         )
 
-    def decode(self, ids: list[int], start: int, n: int) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    def decode(
+        self, ids: list[int], start: int, n: int
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Positions [n] and rows of the tokens start .. start+n-1, each computed by a decode step of its own after a prefill of what comes before."""
         follow = ids[start : start + n]
         _, tensors = self._generate(ids[:start], n + 1, {"follow": follow, "as_computed": True}, {})
         return self._from(tensors, ids, start)
 
-    def prefill_as_it_comes(self, ids: list[int], start: int) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    def prefill_as_it_comes(
+        self, ids: list[int], start: int
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Positions and rows from `start` on, of a prefill that may come in chunks or find a part of itself in the prefix cache."""
         return self._from(self._generate(ids, 1, {"as_computed": True}, {})[1], ids, start)
 
-    def _generate(self, ids: list[int], new_tok: int, custom: dict, options: dict) -> tuple[dict, dict[str, torch.Tensor]]:
+    def _generate(
+        self, ids: list[int], new_tok: int, custom: dict, options: dict
+    ) -> tuple[dict, dict[str, torch.Tensor]]:
         name = f"parity-{uuid.uuid4().hex}"
-        sampling = {"max_new_tokens": new_tok, "temperature": 0.0, "ignore_eos": True, "custom_params": {"eyas_capture": name} | custom}
+        sampling = {
+            "max_new_tokens": new_tok,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "custom_params": {"eyas_capture": name} | custom,
+        }
         try:
-            answer = self.client.post("/generate", json={"input_ids": ids, "sampling_params": sampling} | options)
+            answer = self.client.post(
+                "/generate", json={"input_ids": ids, "sampling_params": sampling} | options
+            )
             answer.raise_for_status()
         except httpx.HTTPError as error:
-            raise EyasError(f"the server does not answer a question of parity: {type(error).__name__}", "a running server", "python -m eyas server status") from None
+            raise EyasError(
+                f"the server does not answer a question of parity: {type(error).__name__}",
+                "a running server",
+                "python -m eyas server status",
+            ) from None
         meta = answer.json()["meta_info"]
         found = meta["eyas_capture"][0]
         if "error" in found:
-            raise EyasError(f"the server cannot give the states: {found['error']}", "its rows", "python -m eyas server status")
+            raise EyasError(
+                f"the server cannot give the states: {found['error']}",
+                "its rows",
+                "python -m eyas server status",
+            )
         try:
             return meta, load(take_file(self.client, Path(found["path"]), name))
         except SampleError as error:
-            raise EyasError(f"the server's rows have not come: {error}", "a spool that server and client share", "python -m eyas server status") from None
+            raise EyasError(
+                f"the server's rows have not come: {error}",
+                "a spool that server and client share",
+                "python -m eyas server status",
+            ) from None
 
     def _rows(self, tensors: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         return {b: tensors[tensor_name(b)] for b in self.boundaries}
 
-    def _from(self, tensors: dict[str, torch.Tensor], ids: list[int], start: int) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    def _from(
+        self, tensors: dict[str, torch.Tensor], ids: list[int], start: int
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         kept = tensors["positions"] >= start
         positions = tensors["positions"][kept]
         if tensors["input_ids"][kept].tolist() != [ids[p] for p in positions.tolist()]:
-            raise EyasError("the server computed other tokens than it was given", "the same", "python -m eyas doctor")
+            raise EyasError(
+                "the server computed other tokens than it was given",
+                "the same",
+                "python -m eyas doctor",
+            )
         return positions, {b: rows[kept] for b, rows in self._rows(tensors).items()}
 
     def __enter__(self) -> "Asked":
@@ -160,12 +215,20 @@ def ask(server: Server, samples: dict[str, dict], boundaries: tuple[int, ...]) -
             served = dict(zip(samples, prefills))
         with ThreadPoolExecutor(len(samples)) as pool:
             try:
-                decoded = list(pool.map(lambda s: asked.decode(s["input_ids"].tolist(), *answer_span(s)), samples.values()))
+                decoded = list(
+                    pool.map(
+                        lambda s: asked.decode(s["input_ids"].tolist(), *answer_span(s)),
+                        samples.values(),
+                    )
+                )
             except EyasError as error:
                 if IN_A_GRAPH in error.found:  # said in the certificate
                     return served
                 raise
-    return {id: replace(served[id], states=served[id].states | {"decoding": rows}) for id, rows in zip(samples, decoded)}
+    return {
+        id: replace(served[id], states=served[id].states | {"decoding": rows})
+        for id, rows in zip(samples, decoded)
+    }
 
 
 def answer_span(sample: dict) -> tuple[int, int]:
@@ -176,7 +239,9 @@ def answer_span(sample: dict) -> tuple[int, int]:
     return start, min(DECODED_TOK, T - start)
 
 
-def ask_full(server: Server, samples: dict[str, dict], boundaries: tuple[int, ...], served: dict[str, Served]) -> dict[str, Served]:
+def ask_full(
+    server: Server, samples: dict[str, dict], boundaries: tuple[int, ...], served: dict[str, Served]
+) -> dict[str, Served]:
     """The same tokens from a server with chunked prefill and prefix cache: the first half in chunks, then the second half after a cached first one."""
     found = {}
     with Asked(server, boundaries) as asked:
@@ -184,5 +249,8 @@ def ask_full(server: Server, samples: dict[str, dict], boundaries: tuple[int, ..
             ids = sample["input_ids"].tolist()
             chunked = asked.prefill_as_it_comes(ids[: len(ids) // 2], 0)
             cached = asked.prefill_as_it_comes(ids, len(ids) // 2)
-            found[id] = replace(served[id], states=served[id].states | {"chunked prefill": chunked, "prefix cache": cached})
+            found[id] = replace(
+                served[id],
+                states=served[id].states | {"chunked prefill": chunked, "prefix cache": cached},
+            )
     return found

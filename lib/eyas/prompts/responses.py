@@ -32,19 +32,44 @@ REQUEST_TIMEOUT_S = 600.0
 
 def check_responses(prompts: PromptSet, target: Target, tokenizer) -> None:
     """EyasError where a file's manifest says that this very target wrote its answers under another chat template, or with other chat_template_kwargs."""
-    for file in [prompts.path] if prompts.path.is_file() else sorted(prompts.path.parent.glob(prompts.path.name)):
+    for file in (
+        [prompts.path]
+        if prompts.path.is_file()
+        else sorted(prompts.path.parent.glob(prompts.path.name))
+    ):
         try:
             made = read_json(file.with_suffix(".json"))
-            here = (made["target"]["fingerprint"], made["sha256"]) == (target.fingerprint, sha256_file(file)) and made["template_hash"] != template_hash(tokenizer)
-        except (OSError, ValueError, KeyError, TypeError):  # no manifest, or a file of that name that is something else
+            here = (made["target"]["fingerprint"], made["sha256"]) == (
+                target.fingerprint,
+                sha256_file(file),
+            ) and made["template_hash"] != template_hash(tokenizer)
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ):  # no manifest, or a file of that name that is something else
             continue
         if here:
-            kwargs = json.dumps(made["chat_template_kwargs"]) if "chat_template_kwargs" in made else ""
-            raise EyasError(f"{file.name}: {target.name} wrote its answers under another chat template or with other chat_template_kwargs", f"the same, chat_template_kwargs = {kwargs!r}",
-                            f"-p chat_template_kwargs '{kwargs}', or python -m eyas prompts generate")
+            kwargs = (
+                json.dumps(made["chat_template_kwargs"]) if "chat_template_kwargs" in made else ""
+            )
+            raise EyasError(
+                f"{file.name}: {target.name} wrote its answers under another chat template or with other chat_template_kwargs",
+                f"the same, chat_template_kwargs = {kwargs!r}",
+                f"-p chat_template_kwargs '{kwargs}', or python -m eyas prompts generate",
+            )
 
 
-def generate_responses(url: str, target: Target, conversations: list[Conversation], max_new_tok: int, concurrency: int, out_path: Path, progress: Progress | None = None) -> dict:
+def generate_responses(
+    url: str,
+    target: Target,
+    conversations: list[Conversation],
+    max_new_tok: int,
+    concurrency: int,
+    out_path: Path,
+    progress: Progress | None = None,
+) -> dict:
     """Ask a running server for every assistant turn, greedily; write `out_path` (JSONL) and the manifest beside it (.json), which is returned.
 
     Assistant turns that are there are made afresh. Finished conversations are kept in data/responses/ while it runs, so the same call goes on
@@ -54,28 +79,71 @@ def generate_responses(url: str, target: Target, conversations: list[Conversatio
     out_path = Path(out_path)
     status = Server(url.rstrip("/")).status()
     served = Path(status["model"])
-    if served.resolve() != target.folder.resolve() and not ((served / "config.json").is_file() and load_target(str(served)).fingerprint == target.fingerprint):
-        raise EyasError(f"the server at {url} serves {served.name}", f"the target {target.name}", "python -m eyas server down, then python -m eyas server up")
+    if served.resolve() != target.folder.resolve() and not (
+        (served / "config.json").is_file()
+        and load_target(str(served)).fingerprint == target.fingerprint
+    ):
+        raise EyasError(
+            f"the server at {url} serves {served.name}",
+            f"the target {target.name}",
+            "python -m eyas server down, then python -m eyas server up",
+        )
     tokenizer = target.tokenizer()
     asked = [c.questions() for c in conversations]
     settings = {
-        "target": {"name": target.name, "fingerprint": target.fingerprint, "config_hash": target.config_hash},
+        "target": {
+            "name": target.name,
+            "fingerprint": target.fingerprint,
+            "config_hash": target.config_hash,
+        },
         "tokenizer_hash": tokenizer_hash(tokenizer),
         "template_hash": template_hash(tokenizer),
-        **({"chat_template_kwargs": json.loads(target.chat_template_kwargs)} if getattr(target, "chat_template_kwargs", "") else {}),
-        "engine": {"name": "sglang", "version": status["sglang"], "device": status["device"], "dtype": status["dtype"]},
-        "sampling": {"temperature": 0.0, "max_new_tokens": max_new_tok, "stop_token_ids": [end_of_turn(tokenizer)]},
+        **(
+            {"chat_template_kwargs": json.loads(target.chat_template_kwargs)}
+            if getattr(target, "chat_template_kwargs", "")
+            else {}
+        ),
+        "engine": {
+            "name": "sglang",
+            "version": status["sglang"],
+            "device": status["device"],
+            "dtype": status["dtype"],
+        },
+        "sampling": {
+            "temperature": 0.0,
+            "max_new_tokens": max_new_tok,
+            "stop_token_ids": [end_of_turn(tokenizer)],
+        },
         "prompts_hash": sha256_json([c.to_dict() for c in asked]),
     }
-    partial = data_dir() / "responses" / f"{out_path.stem}-{sha256_json(settings)[:16]}.partial.jsonl"
+    partial = (
+        data_dir() / "responses" / f"{out_path.stem}-{sha256_json(settings)[:16]}.partial.jsonl"
+    )
     with _only_writer(partial):
         done = _read_partial(partial)
         if progress is not None:
             progress.total = len(asked) - len(done)
-        failures = _answer_all(url.rstrip("/"), asked, done, tokenizer, settings["sampling"], concurrency, partial, progress)
+        failures = _answer_all(
+            url.rstrip("/"),
+            asked,
+            done,
+            tokenizer,
+            settings["sampling"],
+            concurrency,
+            partial,
+            progress,
+        )
         if failures:
-            raise EyasError(f"{len(failures)} of {len(asked)} conversations got no answer: " + "; ".join(failures[:5]), "an answer to each", "the same command again goes on with the missing ones")
-        answered = [Conversation(c.id, c.category, c.topic, c.split, tuple(done[c.id]["messages"])) for c in asked]
+            raise EyasError(
+                f"{len(failures)} of {len(asked)} conversations got no answer: "
+                + "; ".join(failures[:5]),
+                "an answer to each",
+                "the same command again goes on with the missing ones",
+            )
+        answered = [
+            Conversation(c.id, c.category, c.topic, c.split, tuple(done[c.id]["messages"]))
+            for c in asked
+        ]
         keep_earlier_answers(out_path, settings)
         write_prompts(out_path, answered)
         manifest = _manifest(out_path, answered, done, settings)
@@ -91,7 +159,9 @@ def _only_writer(partial: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise EyasError("these responses are being generated by another process already", "one at a time") from None
+            raise EyasError(
+                "these responses are being generated by another process already", "one at a time"
+            ) from None
         yield
 
 
@@ -104,11 +174,28 @@ def _read_partial(partial: Path) -> dict[str, dict]:
     return {row["id"]: row for row in map(json.loads, whole.splitlines())}
 
 
-def _answer_all(url: str, asked: list[Conversation], done: dict, tokenizer, sampling: dict, concurrency: int, partial: Path, progress: Progress | None) -> list[str]:
+def _answer_all(
+    url: str,
+    asked: list[Conversation],
+    done: dict,
+    tokenizer,
+    sampling: dict,
+    concurrency: int,
+    partial: Path,
+    progress: Progress | None,
+) -> list[str]:
     """Fills `done` and the partial file; returns a line for each conversation that the server refused. A server that is away ends it at once."""
     failures = []
-    with open(partial, "ab") as file, httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=LIMITS) as client, ThreadPoolExecutor(concurrency) as pool:
-        futures = {pool.submit(_answer, client, url, c, tokenizer, sampling): c for c in asked if c.id not in done}
+    with (
+        open(partial, "ab") as file,
+        httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=LIMITS) as client,
+        ThreadPoolExecutor(concurrency) as pool,
+    ):
+        futures = {
+            pool.submit(_answer, client, url, c, tokenizer, sampling): c
+            for c in asked
+            if c.id not in done
+        }
         try:
             for future in as_completed(futures):
                 try:
@@ -133,7 +220,9 @@ class _Refused(Exception):
     """The server did not answer this one conversation; the others may go on."""
 
 
-def _answer(client: httpx.Client, url: str, conversation: Conversation, tokenizer, sampling: dict) -> dict:
+def _answer(
+    client: httpx.Client, url: str, conversation: Conversation, tokenizer, sampling: dict
+) -> dict:
     """{"id", "messages" with every answer, "output_ids": the model's own ids, end-of-turn token included, for each answer}."""
     messages, outputs = [], []
     for message in conversation.messages:
@@ -147,15 +236,27 @@ def _answer(client: httpx.Client, url: str, conversation: Conversation, tokenize
         answer = _post(client, url, {"input_ids": ids, "sampling_params": sampling})
         output, reason = answer["output_ids"], answer["meta_info"]["finish_reason"]
         end = sampling["stop_token_ids"][0]
-        stopped = reason["type"] == "stop" and reason["matched"] == end  # another stop token is a cut for us: the template does not write it
-        if not (reason["type"] == "length" or (reason["type"] == "stop" and isinstance(reason["matched"], int))):  # aborted, NaN
+        stopped = (
+            reason["type"] == "stop" and reason["matched"] == end
+        )  # another stop token is a cut for us: the template does not write it
+        if not (
+            reason["type"] == "length"
+            or (reason["type"] == "stop" and isinstance(reason["matched"], int))
+        ):  # aborted, NaN
             raise _Refused(f"it ended with {reason}")
         words = output[:-1] if stopped and output and output[-1] == end else output
         text = tokenizer.decode(words, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if not stopped:
             text = text.rstrip("\ufffd")  # a character of several tokens that was cut in the middle
         same_ids = tokenizer.encode(text, add_special_tokens=False) == words
-        messages.append({"role": "assistant", "content": text, "finish": "stop" if stopped else "length", "same_ids": same_ids})
+        messages.append(
+            {
+                "role": "assistant",
+                "content": text,
+                "finish": "stop" if stopped else "length",
+                "same_ids": same_ids,
+            }
+        )
         outputs.append(output)
     return {"id": conversation.id, "messages": messages, "output_ids": outputs}
 
@@ -168,8 +269,11 @@ def _post(client: httpx.Client, url: str, request: dict) -> dict:
             break
         except httpx.TransportError as error:
             if attempt == ATTEMPTS:
-                raise EyasError(f"no answer from {url}: {type(error).__name__}", "a running SGLang server",
-                                "python -m eyas server up, then the same command again: it goes on where it was") from None
+                raise EyasError(
+                    f"no answer from {url}: {type(error).__name__}",
+                    "a running SGLang server",
+                    "python -m eyas server up, then the same command again: it goes on where it was",
+                ) from None
             time.sleep(0.5 * 2**attempt)
             attempt += 1
     if response.status_code != 200:
@@ -187,17 +291,31 @@ def _manifest(path: Path, answered: list[Conversation], done: dict, settings: di
         "sha256": sha256_file(path),
         "what": "conversations made from this repository's own topics and phrasings; the assistant's turns are the target's own, greedy",
         "licence": "Apache-2.0 (prompts: this repository; responses: made with the target named below)",
-        "make_again": ["python -m eyas server up --profile demo", f"python -m eyas prompts generate --profile demo -p prompt_set data_manifests/{path.name}"],
+        "make_again": [
+            "python -m eyas server up --profile demo",
+            f"python -m eyas prompts generate --profile demo -p prompt_set data_manifests/{path.name}",
+        ],
         "conversations": {"total": len(answered), **Counter(c.split for c in answered)},
-        "categories": {name: dict(Counter(c.split for c in answered if c.category == name)) for name in sorted({c.category for c in answered})},
+        "categories": {
+            name: dict(Counter(c.split for c in answered if c.category == name))
+            for name in sorted({c.category for c in answered})
+        },
         "responses": {
             "total": len(answers),
             "tok": tok,
             "mean_tok": round(tok / len(answers), 2),
-            "finish": dict(Counter(m["finish"] for m in answers)),  # length: cut; its end-of-turn token is not supervised
+            "finish": dict(
+                Counter(m["finish"] for m in answers)
+            ),  # length: cut; its end-of-turn token is not supervised
             "empty": sum(m["content"] == "" for m in answers),
-            "same_ids": sum(m["same_ids"] for m in answers),  # the text, tokenised again, gives the model's own ids
-            "repeated_bigrams": {"repeated": repeated, "total": pairs, "share": round(repeated / max(pairs, 1), 4)},
+            "same_ids": sum(
+                m["same_ids"] for m in answers
+            ),  # the text, tokenised again, gives the model's own ids
+            "repeated_bigrams": {
+                "repeated": repeated,
+                "total": pairs,
+                "share": round(repeated / max(pairs, 1), 4),
+            },
         },
         **settings,
         "note": "greedy decoding in bfloat16 depends on the mix of a batch where two tokens tie, so a set made again may differ in some words",

@@ -26,21 +26,45 @@ from eyas.progress import MARK, bytes_text
 
 CELL_TIMEOUT_S = 4 * 3600.0
 LAST_LINES = 15  # of a traceback or a log that run.json keeps
-ADDED_TAGS = {"injected-parameters", "papermill-error-cell-tag", "eyas-end"}  # cells that are not the notebook's own
+ADDED_TAGS = {
+    "injected-parameters",
+    "papermill-error-cell-tag",
+    "eyas-end",
+}  # cells that are not the notebook's own
 EXIT_EXCEPTION, EXIT_STOPPED_EARLY, EXIT_RUNNER, EXIT_TIMEOUT, EXIT_KERNEL_DIED = 1, 3, 4, 124, 137
-OUT_OF_MEMORY = ("MemoryError", "_ArrayMemoryError", "OutOfMemoryError")  # of Python, numpy and CUDA; torch on a CPU says it in a RuntimeError
-MEMORY_SETTINGS = ("pass_tok", "batch_tok", "concurrency", "max_total_tok", "sweep_parallel", "decode_prompts")  # less of them needs less
+OUT_OF_MEMORY = (
+    "MemoryError",
+    "_ArrayMemoryError",
+    "OutOfMemoryError",
+)  # of Python, numpy and CUDA; torch on a CPU says it in a RuntimeError
+MEMORY_SETTINGS = (
+    "pass_tok",
+    "batch_tok",
+    "concurrency",
+    "max_total_tok",
+    "sweep_parallel",
+    "decode_prompts",
+)  # less of them needs less
 
 
 def declared_parameters(path: Path) -> dict[str, Any]:
     """Names and literal values of the notebook's one cell tagged `parameters`; EyasError when it is not one cell of literals."""
-    cells = [c for c in read_json(path)["cells"] if "parameters" in c.get("metadata", {}).get("tags", [])]
-    wrong = EyasError(f"{path.name}: the parameters cell", "exactly one cell tagged 'parameters', lines 'name: type = literal  # meaning, unit'")
+    cells = [
+        c for c in read_json(path)["cells"] if "parameters" in c.get("metadata", {}).get("tags", [])
+    ]
+    wrong = EyasError(
+        f"{path.name}: the parameters cell",
+        "exactly one cell tagged 'parameters', lines 'name: type = literal  # meaning, unit'",
+    )
     if len(cells) != 1:
         raise wrong
     values = {}
     for line in ast.parse("".join(cells[0]["source"])).body:
-        if not (isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.value is not None):
+        if not (
+            isinstance(line, ast.AnnAssign)
+            and isinstance(line.target, ast.Name)
+            and line.value is not None
+        ):
             raise wrong
         try:
             values[line.target.id] = ast.literal_eval(line.value)
@@ -49,26 +73,62 @@ def declared_parameters(path: Path) -> dict[str, Any]:
     return values
 
 
-def execute(path: Path, output: Path, parameters: dict, cell_timeout_s: float = CELL_TIMEOUT_S, wait=subprocess.Popen.wait,
-            environment: dict[str, str] | None = None) -> tuple[int, dict | None]:
+def execute(
+    path: Path,
+    output: Path,
+    parameters: dict,
+    cell_timeout_s: float = CELL_TIMEOUT_S,
+    wait=subprocess.Popen.wait,
+    environment: dict[str, str] | None = None,
+) -> tuple[int, dict | None]:
     """Run a notebook in a process of its own, which `wait(process)` waits for; gives the return code and, where that is not 0, what went wrong.
 
     Beside `output`, the executed notebook, lie its log and what was asked of it. What went wrong: kind, ename, evalue, lines, which cell of how many,
     and `memory_kills`: processes that the operating system killed for memory meanwhile (None where it does not count them).
     The process ends with this one, and its kernel with it. `environment` comes on top of this process's.
     """
-    log, spec, result = (output.with_suffix(f".{suffix}") for suffix in ("log", "spec.json", "result.json"))
+    log, spec, result = (
+        output.with_suffix(f".{suffix}") for suffix in ("log", "spec.json", "result.json")
+    )
     for leftover in (output, result):
         leftover.unlink(missing_ok=True)
-    write_json(spec, {"parent": os.getpid(), "notebook": str(path), "output": str(output), "result": str(result), "parameters": parameters, "cell_timeout_s": cell_timeout_s})
-    environment = os.environ | (environment or {}) | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "lib"), os.environ.get("PYTHONPATH"))))}
-    environment.pop("MPLBACKEND", None)  # Agg would give a report without figures and without an error
+    write_json(
+        spec,
+        {
+            "parent": os.getpid(),
+            "notebook": str(path),
+            "output": str(output),
+            "result": str(result),
+            "parameters": parameters,
+            "cell_timeout_s": cell_timeout_s,
+        },
+    )
+    environment = (
+        os.environ
+        | (environment or {})
+        | {
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, (str(ROOT / "lib"), os.environ.get("PYTHONPATH")))
+            )
+        }
+    )
+    environment.pop(
+        "MPLBACKEND", None
+    )  # Agg would give a report without figures and without an error
     # widgets are not installed on purpose: they do not show in a saved page
-    environment["PYTHONWARNINGS"] = ",".join(filter(None, (environment.get("PYTHONWARNINGS"), "ignore:IProgress not found")))
+    environment["PYTHONWARNINGS"] = ",".join(
+        filter(None, (environment.get("PYTHONWARNINGS"), "ignore:IProgress not found"))
+    )
     kills_before = memory_kills()
     with open(log, "wb") as log_file:
-        child = subprocess.Popen([sys.executable, "-m", "eyas.report.notebook", str(spec)], stdin=subprocess.DEVNULL, stdout=log_file,
-                                 stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        child = subprocess.Popen(
+            [sys.executable, "-m", "eyas.report.notebook", str(spec)],
+            stdin=subprocess.DEVNULL,
+            stdout=log_file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
     try:
         wait(child)
     finally:
@@ -80,7 +140,9 @@ def execute(path: Path, output: Path, parameters: dict, cell_timeout_s: float = 
     kills = None if kills_before is None else memory_kills() - kills_before
     if kills and "SIGKILL" in problem["kind"]:
         problem["kind"] += ": memory ran out"
-    return child.returncode, problem | {name: at[name] for name in ("cell", "cells", "source")} | {"memory_kills": kills}
+    return child.returncode, problem | {name: at[name] for name in ("cell", "cells", "source")} | {
+        "memory_kills": kills
+    }
 
 
 def _stop(child: subprocess.Popen) -> None:
@@ -105,7 +167,11 @@ def place(output: Path) -> dict:
     """
     at = {"cell": None, "cells": None, "source": "", "said": "", "seconds": []}
     try:
-        cells = [c for c in read_json(output)["cells"] if not ADDED_TAGS & set(c["metadata"].get("tags", []))]
+        cells = [
+            c
+            for c in read_json(output)["cells"]
+            if not ADDED_TAGS & set(c["metadata"].get("tags", []))
+        ]
     except (OSError, ValueError):  # not there yet, or just being written
         return at
     for number, cell in enumerate(cells, 1):
@@ -115,9 +181,18 @@ def place(output: Path) -> dict:
             lines = [line for line in "".join(cell["source"]).splitlines() if line.strip()]
             # a line of text alone, or a bar: figures and tables have a text/plain too, which says nothing
             # (a string or a list of lines, as the format has both)
-            said = [out["data"].get("text/plain", "") if "data" in out else out["text"] for out in cell["outputs"]
-                    if "text" in out or set(out.get("data", {})) == {"text/plain"} or "".join(out.get("data", {}).get("text/html", "")).startswith(MARK)]
-            at |= {"cell": number, "source": (lines or [""])[0][:120], "said": "".join(said[-1] if said else "").strip().split("\n")[-1]}
+            said = [
+                out["data"].get("text/plain", "") if "data" in out else out["text"]
+                for out in cell["outputs"]
+                if "text" in out
+                or set(out.get("data", {})) == {"text/plain"}
+                or "".join(out.get("data", {}).get("text/html", "")).startswith(MARK)
+            ]
+            at |= {
+                "cell": number,
+                "source": (lines or [""])[0][:120],
+                "said": "".join(said[-1] if said else "").strip().split("\n")[-1],
+            }
     at["cells"] = len(cells)
     return at
 
@@ -135,9 +210,20 @@ def advice(problem: dict, again: str, log: str, settings: dict) -> str:
     """What to do about it. `settings`: the notebook's parameters, to name those that need less memory."""
     kind, name = problem["kind"], problem["ename"]
     less = [n for n in MEMORY_SETTINGS if n in settings]
-    memory = (f"memory ran out: this machine has {bytes_text(psutil.virtual_memory().total)}; close other programs"
-              + (f", or take less of {' or '.join(less)} (`python -m eyas profile` says what each does)" if less else "") + f"; then `{again}`")
-    if name in OUT_OF_MEMORY or "can't allocate memory" in problem["evalue"] or "out of memory" in problem["evalue"].lower():
+    memory = (
+        f"memory ran out: this machine has {bytes_text(psutil.virtual_memory().total)}; close other programs"
+        + (
+            f", or take less of {' or '.join(less)} (`python -m eyas profile` says what each does)"
+            if less
+            else ""
+        )
+        + f"; then `{again}`"
+    )
+    if (
+        name in OUT_OF_MEMORY
+        or "can't allocate memory" in problem["evalue"]
+        or "out of memory" in problem["evalue"].lower()
+    ):
         return memory
     if "SIGKILL" in kind:
         if problem["memory_kills"] is None:
@@ -148,7 +234,11 @@ def advice(problem: dict, again: str, log: str, settings: dict) -> str:
     if kind.startswith("the kernel died"):
         return f"what it said last: {log}; then `{again}`"
     if kind == "exception":
-        return (f"what the message says; then `{again}`" if name == "EyasError" else f"read the traceback on the notebook's page; then `{again}`")
+        return (
+            f"what the message says; then `{again}`"
+            if name == "EyasError"
+            else f"read the traceback on the notebook's page; then `{again}`"
+        )
     if kind.startswith("a cell took"):
         return f"see why it is slow, or allow more: `{again} --cell-timeout-s SECONDS`"
     if kind.startswith("it stopped before its end"):
@@ -157,11 +247,20 @@ def advice(problem: dict, again: str, log: str, settings: dict) -> str:
 
 
 def _ended(return_code: int) -> str:
-    return f"with code {return_code}" if return_code >= 0 else f"by signal {-return_code} ({signal.Signals(-return_code).name})"
+    return (
+        f"with code {return_code}"
+        if return_code >= 0
+        else f"by signal {-return_code} ({signal.Signals(-return_code).name})"
+    )
 
 
 def _runner_killed(return_code: int, log: Path) -> dict:
-    return {"kind": f"the process that ran it ended {_ended(return_code)}", "ename": "", "evalue": "", "lines": log.read_text(errors="replace").splitlines()[-LAST_LINES:]}
+    return {
+        "kind": f"the process that ran it ended {_ended(return_code)}",
+        "ename": "",
+        "evalue": "",
+        "lines": log.read_text(errors="replace").splitlines()[-LAST_LINES:],
+    }
 
 
 def _one(spec_path: Path) -> int:
@@ -186,35 +285,72 @@ def _one(spec_path: Path) -> int:
     threading.Thread(target=_end_with, args=(spec["parent"],), daemon=True).start()
     notebook = nbformat.read(spec["notebook"], as_version=4)
     end = f"eyas-end-{os.urandom(16).hex()}"  # only a notebook that has run to its end prints it
-    notebook.cells.append(nbformat.v4.new_code_cell(f"print({end!r})", metadata={"tags": ["eyas-end"]}))
+    notebook.cells.append(
+        nbformat.v4.new_code_cell(f"print({end!r})", metadata={"tags": ["eyas-end"]})
+    )
     source = Path(spec["output"]).with_suffix(".source.ipynb")
     nbformat.write(notebook, source)
 
     def failed(kind: str, ename: str, evalue: str, text: str, code: int) -> int:
         lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()[-LAST_LINES:]
-        write_json(Path(spec["result"]), {"kind": kind, "ename": ename, "evalue": evalue, "lines": lines})
+        write_json(
+            Path(spec["result"]), {"kind": kind, "ename": ename, "evalue": evalue, "lines": lines}
+        )
         return code
 
     try:
         for tries_left in (2, 1, 0):
             try:
-                papermill.execute_notebook(str(source), spec["output"], parameters=spec["parameters"], cwd=str(ROOT), progress_bar=False, autosave_cell_every=5,
-                                           execution_timeout=spec["cell_timeout_s"], start_timeout=180, iopub_timeout=600, kernel_manager_class=Kernel)
+                papermill.execute_notebook(
+                    str(source),
+                    spec["output"],
+                    parameters=spec["parameters"],
+                    cwd=str(ROOT),
+                    progress_bar=False,
+                    autosave_cell_every=5,
+                    execution_timeout=spec["cell_timeout_s"],
+                    start_timeout=180,
+                    iopub_timeout=600,
+                    kernel_manager_class=Kernel,
+                )
                 break
             except RuntimeError as error:  # a port that was free is taken by somebody else before the kernel does; no cell has run
                 if not tries_left or "Kernel died before replying" not in str(error):
                     raise
     except papermill.PapermillExecutionError as error:
-        return failed("exception", error.ename, error.evalue, "\n".join(error.traceback), EXIT_EXCEPTION)
+        return failed(
+            "exception", error.ename, error.evalue, "\n".join(error.traceback), EXIT_EXCEPTION
+        )
     except DeadKernelError as error:
-        return failed("the kernel died" + (f", {_ended(Kernel.ended)}" if Kernel.ended is not None else ""), "", "", str(error), EXIT_KERNEL_DIED)
+        return failed(
+            "the kernel died" + (f", {_ended(Kernel.ended)}" if Kernel.ended is not None else ""),
+            "",
+            "",
+            str(error),
+            EXIT_KERNEL_DIED,
+        )
     except CellTimeoutError as error:
-        return failed(f"a cell took longer than {spec['cell_timeout_s']:g} s", "CellTimeoutError", "", str(error), EXIT_TIMEOUT)
+        return failed(
+            f"a cell took longer than {spec['cell_timeout_s']:g} s",
+            "CellTimeoutError",
+            "",
+            str(error),
+            EXIT_TIMEOUT,
+        )
     finally:
         source.unlink(missing_ok=True)
-    said = "".join("".join(o.get("text", "")) for o in nbformat.read(spec["output"], as_version=4).cells[-1].get("outputs", []))
+    said = "".join(
+        "".join(o.get("text", ""))
+        for o in nbformat.read(spec["output"], as_version=4).cells[-1].get("outputs", [])
+    )
     if end not in said:
-        return failed("it stopped before its end (sys.exit in a cell?)", "SystemExit", "0", "", EXIT_STOPPED_EARLY)
+        return failed(
+            "it stopped before its end (sys.exit in a cell?)",
+            "SystemExit",
+            "0",
+            "",
+            EXIT_STOPPED_EARLY,
+        )
     return 0
 
 
@@ -226,6 +362,8 @@ def _end_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="the child of `python -m eyas report`: runs one notebook")
+    parser = argparse.ArgumentParser(
+        description="the child of `python -m eyas report`: runs one notebook"
+    )
     parser.add_argument("spec", type=Path)
     raise SystemExit(_one(parser.parse_args().spec))

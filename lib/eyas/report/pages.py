@@ -61,8 +61,14 @@ def without_machine_paths(value: Any) -> Any:
 
 def _machine_folders() -> list[tuple[re.Pattern, str]]:
     names = {}
-    for path, name in ((data_dir(), "data"), (ROOT, ""), (Path(sys.prefix), ".venv"), (Path(sysconfig.get_path("stdlib")), "python"),
-                       (Path(tempfile.gettempdir()), "tmp"), (Path.home(), "~")):
+    for path, name in (
+        (data_dir(), "data"),
+        (ROOT, ""),
+        (Path(sys.prefix), ".venv"),
+        (Path(sysconfig.get_path("stdlib")), "python"),
+        (Path(tempfile.gettempdir()), "tmp"),
+        (Path.home(), "~"),
+    ):
         for spelled in {os.path.abspath(path), os.path.realpath(path)}:
             if spelled != "/" and spelled not in names:
                 names[spelled] = name
@@ -79,25 +85,46 @@ def notebook_page(notebook, title: str, facts: str, banner: str) -> str:
     """An executed notebook (NotebookNode) as one page. `facts` and `banner` are HTML put above it."""
     from nbconvert import HTMLExporter
 
-    exporter = HTMLExporter(template_name="basic", raw_template=_TEMPLATE, exclude_input_prompt=True, exclude_output_prompt=True,
-                            exclude_anchor_links=True)
+    exporter = HTMLExporter(
+        template_name="basic",
+        raw_template=_TEMPLATE,
+        exclude_input_prompt=True,
+        exclude_output_prompt=True,
+        exclude_anchor_links=True,
+    )
     _mark_headline(notebook)
     body, _ = exporter.from_notebook_node(notebook)
     body = _tidied(body)
-    fold = ("<button onclick=\"const all=document.querySelectorAll('details.code'),open=[...all].some(d=>!d.open);all.forEach(d=>d.open=open)\">"
-            "show or fold all code</button>")
-    return page(title, f'<nav>{_links(None, None)}<span class="right">{facts}</span>{fold}</nav>\n{banner}\n{body}', _code_css())
+    fold = (
+        "<button onclick=\"const all=document.querySelectorAll('details.code'),open=[...all].some(d=>!d.open);all.forEach(d=>d.open=open)\">"
+        "show or fold all code</button>"
+    )
+    return page(
+        title,
+        f'<nav>{_links(None, None)}<span class="right">{facts}</span>{fold}</nav>\n{banner}\n{body}',
+        _code_css(),
+    )
 
 
 def with_links(html: str, before: str | None, after: str | None) -> str:
     """A notebook's page with links to the pages of the notebooks before and after it."""
-    return re.sub(r'<nav>.*?<span class="right">', lambda _: f'<nav>{_links(before, after)}<span class="right">', html, count=1, flags=re.S)
+    return re.sub(
+        r'<nav>.*?<span class="right">',
+        lambda _: f'<nav>{_links(before, after)}<span class="right">',
+        html,
+        count=1,
+        flags=re.S,
+    )
 
 
 def _links(before: str | None, after: str | None) -> str:
     links = ['<a href="../index.html">All reports</a>']
-    links += [f'<a rel="prev" href="{quote(before)}.html">\u2190 {escape(before)}</a>'] if before else []
-    links += [f'<a rel="next" href="{quote(after)}.html">{escape(after)} \u2192</a>'] if after else []
+    links += (
+        [f'<a rel="prev" href="{quote(before)}.html">\u2190 {escape(before)}</a>'] if before else []
+    )
+    links += (
+        [f'<a rel="next" href="{quote(after)}.html">{escape(after)} \u2192</a>'] if after else []
+    )
     return "".join(links)
 
 
@@ -122,13 +149,20 @@ def _tidied(html: str) -> str:
 
     soup = BeautifulSoup(html, "html.parser")
     title, marked = soup.find("h1"), soup.select(".of-headline")
-    said = next((text.get_text() for cell in marked for text in cell.select(".output_stdout pre")), "")
+    said = next(
+        (text.get_text() for cell in marked for text in cell.select(".output_stdout pre")), ""
+    )
     figure = next((found for cell in marked for found in cell.select("figure")), None)
     if title and said.strip():
         headline = soup.new_tag("div", attrs={"class": "headline", "id": "headline"})
         headline.append(BeautifulSoup(_headline(said), "html.parser"))
         if figure:
-            figure.replace_with(BeautifulSoup('<p class="muted"><a href="#headline">The figure stands at the top of the page.</a></p>', "html.parser"))
+            figure.replace_with(
+                BeautifulSoup(
+                    '<p class="muted"><a href="#headline">The figure stands at the top of the page.</a></p>',
+                    "html.parser",
+                )
+            )
             headline.append(figure)
         title.insert_after(headline)
     number = re.compile(r"[-+]?[\d,]*\.?\d+(e[-+]?\d+)?\s?%?|nan|", re.I)
@@ -150,7 +184,11 @@ def _headline(said: str) -> str:
     html = [f'<p class="answer">{escape(answer)}</p>']
     for line in filter(None, [rest, *more[:2]]):
         line_html = re.sub(r"[-+]?\d[\d.,]* \[[^\[\]]+\]", r"<b>\g<0></b>", escape(line))
-        html.append(f'<p class="warning">{line_html}</p>' if line.startswith("WARNING") else f"<p>{line_html}</p>")
+        html.append(
+            f'<p class="warning">{line_html}</p>'
+            if line.startswith("WARNING")
+            else f"<p>{line_html}</p>"
+        )
     return "\n".join(html)
 
 
@@ -159,11 +197,21 @@ def failure_banner(record: dict) -> str:
     problem = record.get("exception")
     if not problem:
         return ""
-    where = f" in cell {problem['cell']} of {problem['cells']}: <code>{escape(problem['source'])}</code>" if problem.get("cell") else ""
-    message = f'<p><code class="message">{escape(problem["ename"])}: {escape(problem["evalue"])}</code></p>' if problem["ename"] else ""
+    where = (
+        f" in cell {problem['cell']} of {problem['cells']}: <code>{escape(problem['source'])}</code>"
+        if problem.get("cell")
+        else ""
+    )
+    message = (
+        f'<p><code class="message">{escape(problem["ename"])}: {escape(problem["evalue"])}</code></p>'
+        if problem["ename"]
+        else ""
+    )
     what_to_do = re.sub("`([^`]+)`", r"<code>\1</code>", escape(problem["what_to_do"]))
-    return (f'<div class="banner" role="alert"><p><strong>{escape(record["name"])} failed: {escape(problem["kind"])}</strong>{where}</p>'
-            f"{message}<p>What to do: {what_to_do}</p></div>")
+    return (
+        f'<div class="banner" role="alert"><p><strong>{escape(record["name"])} failed: {escape(problem["kind"])}</strong>{where}</p>'
+        f"{message}<p>What to do: {what_to_do}</p></div>"
+    )
 
 
 def _code_css() -> str:
@@ -178,5 +226,7 @@ def _code_css() -> str:
 def page(title: str, body: str, css: str = "", kind: str = "") -> str:
     """A whole HTML document, everything that it needs inside; `kind` is the class of its body."""
     of_kind = f' class="{kind}"' if kind else ""
-    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f'<title>{escape(title)}</title>\n<style>{_CSS}{css}</style></head>\n<body{of_kind}>\n{body}\n</body></html>\n')
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{_CSS}{css}</style></head>\n<body{of_kind}>\n{body}\n</body></html>\n"
+    )

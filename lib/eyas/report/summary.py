@@ -29,8 +29,17 @@ def sentence(run: dict) -> str:
         at = next((n["name"] for n in run.get("notebooks") or [] if n["state"] == "running"), None)
         return f"Still running{f', at {at}' if at else ''}."
     if run["state"] != "ok":
-        said = {"died": "Killed", "interrupted": "Interrupted", "failed": "Failed"}.get(run["state"], run["state"].capitalize())
-        at = next((n["name"] for n in run.get("notebooks") or [] if n["state"] in ("interrupted", "running")), None)
+        said = {"died": "Killed", "interrupted": "Interrupted", "failed": "Failed"}.get(
+            run["state"], run["state"].capitalize()
+        )
+        at = next(
+            (
+                n["name"]
+                for n in run.get("notebooks") or []
+                if n["state"] in ("interrupted", "running")
+            ),
+            None,
+        )
         return f"{said}{f' in {at}' if at else ''}."
     if headline:
         return verdict(headline)
@@ -51,14 +60,24 @@ def what_to_do(run: dict) -> str:
     if failed:
         return (failed.get("exception") or {}).get("what_to_do", "")
     if run["state"] in ("died", "interrupted", "failed"):
-        return f"run `{run.get('command') or 'python -m eyas report'}` again; finished work is kept."
-    return "write it again: `python -m eyas report --profile demo`" if run["state"] == "unreadable" else ""
+        return (
+            f"run `{run.get('command') or 'python -m eyas report'}` again; finished work is kept."
+        )
+    return (
+        "write it again: `python -m eyas report --profile demo`"
+        if run["state"] == "unreadable"
+        else ""
+    )
 
 
 def numbers(run: dict) -> list[tuple[Measure, dict]]:
     """The headline's numbers that were measured, in the order of MEASURES."""
     headline = run.get("headline") or {}
-    return [(m, headline[m.key]) for m in MEASURES if (headline.get(m.key) or {}).get("value") is not None]
+    return [
+        (m, headline[m.key])
+        for m in MEASURES
+        if (headline.get(m.key) or {}).get("value") is not None
+    ]
 
 
 def warning(run: dict) -> str:
@@ -68,11 +87,25 @@ def warning(run: dict) -> str:
 
 def same_text(headline: dict) -> list[tuple[str, str]]:
     """How much of the output is the greedy one, by dtype: (dtype, "40 of 40 prompts")."""
-    rows = [("float32", f"{headline['identical_prompts']} of {headline['decoded_prompts']} prompts")] if headline.get("identical_float32") is not None and {"identical_prompts", "decoded_prompts"} <= set(headline) else []
+    rows = (
+        [("float32", f"{headline['identical_prompts']} of {headline['decoded_prompts']} prompts")]
+        if headline.get("identical_float32") is not None
+        and {"identical_prompts", "decoded_prompts"} <= set(headline)
+        else []
+    )
     again = headline.get("bfloat16") or {}
     if again.get("prompts"):
-        ties = f"; {again['ties']} of the {again['differing']} others at a tie" if again["differing"] else ""
-        rows.append(("bfloat16", f"{again['prompts'] - again['differing']} of {again['prompts']} prompts{ties}"))
+        ties = (
+            f"; {again['ties']} of the {again['differing']} others at a tie"
+            if again["differing"]
+            else ""
+        )
+        rows.append(
+            (
+                "bfloat16",
+                f"{again['prompts'] - again['differing']} of {again['prompts']} prompts{ties}",
+            )
+        )
     return rows
 
 
@@ -92,22 +125,43 @@ def boundaries(run: dict) -> str:
 def code_state(run: dict) -> str:
     """14eb601d7a8b, clean."""
     git = run.get("git") or {}
-    return f"{git['commit'][:12]}, {'with uncommitted changes' if git.get('dirty') else 'clean'}" if git.get("commit") else "not a git checkout" if git else ""
+    return (
+        f"{git['commit'][:12]}, {'with uncommitted changes' if git.get('dirty') else 'clean'}"
+        if git.get("commit")
+        else "not a git checkout"
+        if git
+        else ""
+    )
 
 
 def machine(run: dict) -> str:
     found = run.get("machine") or {}
-    parts = (f"{found['cores']} cores" if "cores" in found else "", found.get("gpu") or "no GPU", f"{found['memory_gib']} GiB" if "memory_gib" in found else "")
+    parts = (
+        f"{found['cores']} cores" if "cores" in found else "",
+        found.get("gpu") or "no GPU",
+        f"{found['memory_gib']} GiB" if "memory_gib" in found else "",
+    )
     return ", ".join(filter(None, parts)) if found else ""
 
 
 def decoding(run: dict) -> str:
     """What was decoded and how, in words; '' where no acceptance was measured."""
     s = run.get("settings") or {}
-    names = ("eval_set", "decode_prompts", "decode_new_tok", "speculative_num_steps", "speculative_eagle_topk", "temperature")
+    names = (
+        "eval_set",
+        "decode_prompts",
+        "decode_new_tok",
+        "speculative_num_steps",
+        "speculative_eagle_topk",
+        "temperature",
+    )
     if not run.get("headline") or not set(names) <= set(s):
         return ""
-    shape = f"a chain of {s['speculative_num_steps']} drafts" if s["speculative_eagle_topk"] == 1 else f"a tree of {s['speculative_num_steps']} levels, top-k {s['speculative_eagle_topk']}"
+    shape = (
+        f"a chain of {s['speculative_num_steps']} drafts"
+        if s["speculative_eagle_topk"] == 1
+        else f"a tree of {s['speculative_num_steps']} levels, top-k {s['speculative_eagle_topk']}"
+    )
     how = "greedy" if s["temperature"] == 0 else f"temperature {s['temperature']:g}"
     prompts = "held-out prompts" if s["eval_set"] == "heldout" else f"prompts of {s['eval_set']}"
     count = run["headline"].get("decoded_prompts", s["decode_prompts"])
@@ -119,7 +173,11 @@ def served(headline: dict) -> str:
     if headline.get("not_served"):
         return f"not served: {headline['not_served']}"
     found = headline.get("served") or {}
-    return f"in {found['dtype']}, beside our decoding on the same prompts: {found['verdict']}" if found.get("verdict") else ""
+    return (
+        f"in {found['dtype']}, beside our decoding on the same prompts: {found['verdict']}"
+        if found.get("verdict")
+        else ""
+    )
 
 
 def facts(run: dict) -> list[tuple[str, str]]:
@@ -127,32 +185,79 @@ def facts(run: dict) -> list[tuple[str, str]]:
     headline, versions = run.get("headline") or {}, run.get("versions") or {}
     text = ""
     if headline.get("repeated_bigrams") is not None:
-        text = (f"{headline['repeated_bigrams']:.1%} of the decoded bigrams repeat an earlier one (a looping text is easy to draft)"
-                + (f"; {headline['outside_vocab']:.1%} of the tokens are outside the draft vocabulary" if headline.get("outside_vocab") is not None else ""))
+        text = (
+            f"{headline['repeated_bigrams']:.1%} of the decoded bigrams repeat an earlier one (a looping text is easy to draft)"
+            + (
+                f"; {headline['outside_vocab']:.1%} of the tokens are outside the draft vocabulary"
+                if headline.get("outside_vocab") is not None
+                else ""
+            )
+        )
     again, ratio, bfloat16 = headline.get("bfloat16"), headline.get("speed_ratio_bfloat16"), ""
     if again and again.get("prompts"):
-        bfloat16 = (f"{again['differing']} of {again['prompts']} outputs differ from greedy" + (f", {again['ties']} of them at a tie" if again["differing"] else "")
-                    + (f"; speed ratio {ratio['value']:.2f}{comma_interval(ratio)}" if ratio and ratio["value"] is not None else ""))
+        bfloat16 = (
+            f"{again['differing']} of {again['prompts']} outputs differ from greedy"
+            + (f", {again['ties']} of them at a tie" if again["differing"] else "")
+            + (
+                f"; speed ratio {ratio['value']:.2f}{comma_interval(ratio)}"
+                if ratio and ratio["value"] is not None
+                else ""
+            )
+        )
     duration = duration_text(run["duration_s"]) if run.get("duration_s") is not None else ""
-    earlier = ", without the notebooks of earlier runs" if any(n.get("earlier") for n in run.get("notebooks") or []) else ""
-    found = [("Profile", run.get("profile")), ("Target", f"{target(run)}, drafter fed from boundaries {boundaries(run)}" if headline else target(run)),
-             ("Data", headline.get("data")), ("Parity", headline.get("parity")), ("Decoding", decoding(run)), ("Text", text), ("Warning", warning(run)),
-             ("Served", served(headline)), ("In bfloat16", bfloat16), ("Duration", duration and duration + earlier), ("Code", code_state(run)),
-             ("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())), ("Machine", machine(run))]  # fmt: skip
+    earlier = (
+        ", without the notebooks of earlier runs"
+        if any(n.get("earlier") for n in run.get("notebooks") or [])
+        else ""
+    )
+    found = [
+        ("Profile", run.get("profile")),
+        (
+            "Target",
+            f"{target(run)}, drafter fed from boundaries {boundaries(run)}"
+            if headline
+            else target(run),
+        ),
+        ("Data", headline.get("data")),
+        ("Parity", headline.get("parity")),
+        ("Decoding", decoding(run)),
+        ("Text", text),
+        ("Warning", warning(run)),
+        ("Served", served(headline)),
+        ("In bfloat16", bfloat16),
+        ("Duration", duration and duration + earlier),
+        ("Code", code_state(run)),
+        ("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        ("Machine", machine(run)),
+    ]
     return [(name, str(value)) for name, value in found if value]
 
 
 def table(run: dict) -> list[tuple[str, str, str, str]]:
     """The main numbers: (name, value, 95 % interval, of how many prompts)."""
-    rows = [(f"{m.label}: {m.note}", f"{b['value']:.2f}", f"{b['low']:.2f} to {b['high']:.2f}" if b.get("low") is not None else "too few prompts", str(b.get("prompts", "")))
-            for m, b in numbers(run)]  # fmt: skip
-    return rows + [(f"Output identical to greedy, {dtype}", text, "", "") for dtype, text in same_text(run.get("headline") or {})]
+    rows = [
+        (
+            f"{m.label}: {m.note}",
+            f"{b['value']:.2f}",
+            f"{b['low']:.2f} to {b['high']:.2f}" if b.get("low") is not None else "too few prompts",
+            str(b.get("prompts", "")),
+        )
+        for m, b in numbers(run)
+    ]
+    return rows + [
+        (f"Output identical to greedy, {dtype}", text, "", "")
+        for dtype, text in same_text(run.get("headline") or {})
+    ]
 
 
 def lead(run: dict) -> str:
     """The acceptance length with its interval, in words; '' without one."""
     block = next((b for m, b in numbers(run) if m.key == "acceptance_length"), None)
-    return f"Acceptance length {block['value']:.2f} tokens per verify step, bonus token included{comma_interval(block)}, {block.get('prompts', '?')} prompts." if block else ""
+    return (
+        f"Acceptance length {block['value']:.2f} tokens per verify step, bonus token included{comma_interval(block)}, {block.get('prompts', '?')} prompts."
+        if block
+        else ""
+    )
 
 
 def served_lead(run: dict) -> str:
@@ -161,14 +266,33 @@ def served_lead(run: dict) -> str:
         return f"Not served: {run['headline']['not_served']}."
     found = {m.key: b for m, b in numbers(run)}
     length, ratio = found.get("served"), found.get("served_speed_ratio")
-    said = [f"acceptance length {length['value']:.2f}{comma_interval(length)}, {length.get('prompts', '?')} prompts"] if length else []
-    said += [f"{answer(ratio)[0].lower()}{answer(ratio)[1:]}: {ratio['value']:.2f} times the same server without a drafter{comma_interval(ratio)}, {ratio.get('prompts', '?')} prompts"] if ratio else []
-    return f"Served by SGLang{' in ' + length['dtype'] if length and 'dtype' in length else ''}: {'; '.join(said)}." if said else ""
+    said = (
+        [
+            f"acceptance length {length['value']:.2f}{comma_interval(length)}, {length.get('prompts', '?')} prompts"
+        ]
+        if length
+        else []
+    )
+    said += (
+        [
+            f"{answer(ratio)[0].lower()}{answer(ratio)[1:]}: {ratio['value']:.2f} times the same server without a drafter{comma_interval(ratio)}, {ratio.get('prompts', '?')} prompts"
+        ]
+        if ratio
+        else []
+    )
+    return (
+        f"Served by SGLang{' in ' + length['dtype'] if length and 'dtype' in length else ''}: {'; '.join(said)}."
+        if said
+        else ""
+    )
 
 
 def notebook_states(run: dict) -> str:
     """01_server_setup ok, 02_extraction ok (earlier run), ..."""
-    return ", ".join(f"{n['name']} {n['state']}{' (earlier run)' if n.get('earlier') else ''}" for n in run.get("notebooks") or [])
+    return ", ".join(
+        f"{n['name']} {n['state']}{' (earlier run)' if n.get('earlier') else ''}"
+        for n in run.get("notebooks") or []
+    )
 
 
 def markdown(run: dict) -> str:
@@ -177,7 +301,12 @@ def markdown(run: dict) -> str:
     def cell(text: str) -> str:
         return text.replace("|", "\\|").replace("\n", " ")
 
-    lines = [f"### Eyas run {run['run_name']}, {when(run.get('started'))}", "", f"**{sentence(run)}**", ""]
+    lines = [
+        f"### Eyas run {run['run_name']}, {when(run.get('started'))}",
+        "",
+        f"**{sentence(run)}**",
+        "",
+    ]
     if what_to_do(run):
         problem = (failed_notebook(run) or {}).get("exception") or {}
         if problem.get("ename"):
@@ -194,7 +323,14 @@ def markdown(run: dict) -> str:
     if warning(run):
         lines += [f"**WARNING:** {warning(run)}", ""]
     if table(run):
-        lines += ["| | value | 95 % interval | prompts |", "|---|---|---|---|", *("| " + " | ".join(map(cell, row)) + " |" for row in table(run)), ""]
-    lines += [f"- {name}: {text}" for name, text in facts(run) if name not in ("Warning", "In bfloat16")]
+        lines += [
+            "| | value | 95 % interval | prompts |",
+            "|---|---|---|---|",
+            *("| " + " | ".join(map(cell, row)) + " |" for row in table(run)),
+            "",
+        ]
+    lines += [
+        f"- {name}: {text}" for name, text in facts(run) if name not in ("Warning", "In bfloat16")
+    ]
     lines += [f"- Notebooks: {notebook_states(run)}"] if notebook_states(run) else []
     return "\n".join([*lines, "", "```", run.get("command", ""), "```", ""])

@@ -66,17 +66,29 @@ class Server:
         end = time.monotonic() + timeout_s
         while True:
             if self.pid and self.process() is None:
-                raise EyasError(f"the server died while starting; the end of {shown(self.log)}:\n{log_tail(self.log)}\n", "", "python -m eyas doctor")
+                raise EyasError(
+                    f"the server died while starting; the end of {shown(self.log)}:\n{log_tail(self.log)}\n",
+                    "",
+                    "python -m eyas doctor",
+                )
             try:
                 if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return self
             except httpx.InvalidURL as error:
-                raise EyasError(f"{self.url!r} is no address: {error}", "http://host:port", "-p server_url http://127.0.0.1:30000") from None
+                raise EyasError(
+                    f"{self.url!r} is no address: {error}",
+                    "http://host:port",
+                    "-p server_url http://127.0.0.1:30000",
+                ) from None
             except httpx.HTTPError:
                 pass
             if time.monotonic() > end:
                 tail = f"; the end of its log:\n{log_tail(self.log)}\n" if self.pid else ""
-                raise EyasError(f"no answer from {self.url} after {timeout_s:.0f} s{tail}", "", "python -m eyas server up -p server_timeout_s 600")
+                raise EyasError(
+                    f"no answer from {self.url} after {timeout_s:.0f} s{tail}",
+                    "",
+                    "python -m eyas server up -p server_timeout_s 600",
+                )
             time.sleep(0.3)
 
     def status(self) -> dict:
@@ -86,8 +98,17 @@ class Server:
             answer.raise_for_status()
             info = dict(answer.json())
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError) as error:
-            raise EyasError(f"no answer from {self.url}: {type(error).__name__}", "a running SGLang server", "python -m eyas server up" if self.pid else "start it, or leave server_url (serve_url) empty") from None
-        capture, drafter = (next((state[name] for state in info.get("internal_states", []) if name in state), None) for name in ("eyas_capture", "eyas_drafter"))
+            raise EyasError(
+                f"no answer from {self.url}: {type(error).__name__}",
+                "a running SGLang server",
+                "python -m eyas server up"
+                if self.pid
+                else "start it, or leave server_url (serve_url) empty",
+            ) from None
+        capture, drafter = (
+            next((state[name] for state in info.get("internal_states", []) if name in state), None)
+            for name in ("eyas_capture", "eyas_drafter")
+        )
         return {
             "url": self.url,
             "pid": self.pid or None,
@@ -95,7 +116,9 @@ class Server:
             "sglang": info.get("version"),
             "device": info.get("device"),
             "dtype": info.get("dtype"),
-            "context_tok": info["context_length"] - CONTEXT_MARGIN_TOK if info.get("context_length") else None,
+            "context_tok": info["context_length"] - CONTEXT_MARGIN_TOK
+            if info.get("context_length")
+            else None,
             "max_total_tok": info.get("max_total_num_tokens"),
             "radix_cache": not info.get("disable_radix_cache", False),
             "chunked_prefill": (info.get("chunked_prefill_size") or -1) > 0,
@@ -103,7 +126,10 @@ class Server:
             "prefill_graph": info.get("cuda_graph_backend_prefill") not in (None, "disabled"),
             "capture": capture,  # None: the plugin captures nothing
             "drafter": _drafter(info, drafter),  # None: the server doesn't draft
-            "flags": {name: info.get(name) for name in ("attention_backend", "sampling_backend", "tp_size", "random_seed")},
+            "flags": {
+                name: info.get(name)
+                for name in ("attention_backend", "sampling_backend", "tp_size", "random_seed")
+            },
         }
 
     def down(self, timeout_s: float = 20.0) -> None:
@@ -111,8 +137,14 @@ class Server:
         if not self.pid:
             return
         process = self.process()
-        family = self._left_behind() if process is None else [process, *process.children(recursive=True)]
-        for sign, members, patience_s in ((signal.SIGTERM, family, 1.0), (signal.SIGKILL, family[:1], timeout_s), (signal.SIGKILL, family, 10.0)):
+        family = (
+            self._left_behind() if process is None else [process, *process.children(recursive=True)]
+        )
+        for sign, members, patience_s in (
+            (signal.SIGTERM, family, 1.0),
+            (signal.SIGKILL, family[:1], timeout_s),
+            (signal.SIGKILL, family, 10.0),
+        ):
             for member in members:  # the first looks for a SIGTERM every 5 s only, and with the others gone it has nothing to end
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.send_signal(sign)
@@ -128,7 +160,11 @@ class Server:
                 return []
         except OSError:  # no such process, and none will get the number while its session lives
             pass
-        return [process for process in psutil.process_iter() if _session(process.pid) == self.pid and _is_sglang(process)]
+        return [
+            process
+            for process in psutil.process_iter()
+            if _session(process.pid) == self.pid and _is_sglang(process)
+        ]
 
     def done(self) -> None:
         """Not needed here any more: down, unless somebody else started it (`server up` by hand; a notebook, where a report uses it now)."""
@@ -158,14 +194,31 @@ def _drafter(info: dict, read_back: dict | None) -> dict | None:
     """The settings, and what the plugin says of the running model: `boundaries` that feed the drafter; None where the plugin is not on."""
     if not info.get("speculative_algorithm"):
         return None
-    settings = {name: info.get(f"speculative_{flag}") for name, flag in (
-        ("algorithm", "algorithm"), ("path", "draft_model_path"), ("num_steps", "num_steps"), ("topk", "eagle_topk"), ("draft_tokens", "num_draft_tokens"),
-    )}
-    return settings | {"boundaries": read_back and read_back["boundaries"], "ids": read_back and read_back["ids"]}
+    settings = {
+        name: info.get(f"speculative_{flag}")
+        for name, flag in (
+            ("algorithm", "algorithm"),
+            ("path", "draft_model_path"),
+            ("num_steps", "num_steps"),
+            ("topk", "eagle_topk"),
+            ("draft_tokens", "num_draft_tokens"),
+        )
+    }
+    return settings | {
+        "boundaries": read_back and read_back["boundaries"],
+        "ids": read_back and read_back["ids"],
+    }
 
 
-def server_command(config: Config, model: Path, boundaries: tuple[int, ...], port: int, spool: Path, chunk_tok: int = 0,
-                   draft: Path | None = None) -> tuple[list[str], dict[str, str]]:
+def server_command(
+    config: Config,
+    model: Path,
+    boundaries: tuple[int, ...],
+    port: int,
+    spool: Path,
+    chunk_tok: int = 0,
+    draft: Path | None = None,
+) -> tuple[list[str], dict[str, str]]:
     """The exact command and the variables that it needs beyond the caller's; everything comes from the profile.
 
     `chunk_tok`: 0 for extraction; otherwise as servers run elsewhere, with the prefix cache and with prefill in chunks of so many tokens.
@@ -175,7 +228,9 @@ def server_command(config: Config, model: Path, boundaries: tuple[int, ...], por
     is read when results are processed, in order and on the host, which neither changes. A CPU server goes without both: SGLang turns overlap off itself for one that drafts
     (`speculative_hook._disable_overlap_schedule_for_cpu`), so the plain one it is compared with has none either, and the platform has no graphs.
     """
-    synchronous = bool(boundaries) or config.device == "cpu"  # a batch is computed, its rows are read, and then the next one is computed
+    synchronous = (
+        bool(boundaries) or config.device == "cpu"
+    )  # a batch is computed, its rows are read, and then the next one is computed
     flags = {
         "--model-path": model,
         "--host": "127.0.0.1",
@@ -187,10 +242,16 @@ def server_command(config: Config, model: Path, boundaries: tuple[int, ...], por
         "--max-total-tokens": config.max_total_tok,
         "--max-prefill-tokens": config.max_prefill_tok or config.max_total_tok,
         "--chunked-prefill-size": chunk_tok or -1,  # -1: a sample's rows come in one piece
-        **({"--cuda-graph-backend-prefill": "disabled"} if synchronous else {}),  # hooks see every prefill
+        **(
+            {"--cuda-graph-backend-prefill": "disabled"} if synchronous else {}
+        ),  # hooks see every prefill
         "--random-seed": config.seed,
     }
-    switches = ["--sleep-on-idle", *["--disable-overlap-schedule"] * synchronous, "--skip-server-warmup"] + ([] if chunk_tok else ["--disable-radix-cache"])
+    switches = [
+        "--sleep-on-idle",
+        *["--disable-overlap-schedule"] * synchronous,
+        "--skip-server-warmup",
+    ] + ([] if chunk_tok else ["--disable-radix-cache"])
     if draft is not None:
         flags |= {
             "--speculative-algorithm": "EAGLE3",  # EAGLE would run too, and accept nothing
@@ -199,9 +260,17 @@ def server_command(config: Config, model: Path, boundaries: tuple[int, ...], por
             "--speculative-eagle-topk": config.speculative_eagle_topk,
             "--speculative-num-draft-tokens": config.verified_tok,
         }
-        switches += ["--speculative-use-rejection-sampling"] * config.speculative_use_rejection_sampling
+        switches += [
+            "--speculative-use-rejection-sampling"
+        ] * config.speculative_use_rejection_sampling
     environment = {
-        "EYAS_CAPTURE": json.dumps({"boundaries": list(boundaries), "spool": str(spool), "quota": int(config.spool_gib * 2**30)}),
+        "EYAS_CAPTURE": json.dumps(
+            {
+                "boundaries": list(boundaries),
+                "spool": str(spool),
+                "quota": int(config.spool_gib * 2**30),
+            }
+        ),
         "SGLANG_PLUGINS": "eyas_capture",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -213,18 +282,36 @@ def server_command(config: Config, model: Path, boundaries: tuple[int, ...], por
             "--sampling-backend": "pytorch",
             "--grammar-backend": "none",
             "--cuda-graph-backend-decode": "disabled",
-            "--mem-fraction-static": config.mem_fraction_static or 0.9,  # max_total_tok bounds the cache; what other processes take meanwhile counts against this
+            "--mem-fraction-static": config.mem_fraction_static
+            or 0.9,  # max_total_tok bounds the cache; what other processes take meanwhile counts against this
         }
-        environment |= {"SGLANG_PLATFORM": "eyas_cpu", "OMP_NUM_THREADS": str(config.server_threads or config.threads)}
+        environment |= {
+            "SGLANG_PLATFORM": "eyas_cpu",
+            "OMP_NUM_THREADS": str(config.server_threads or config.threads),
+        }
         environment |= {"GOMP_SPINCOUNT": str(config.omp_spin)} if config.omp_spin >= 0 else {}
         environment |= {"THP_MEM_ALLOC_ENABLE": "1"} if config.huge_pages else {}
     else:  # what is empty or 0 is left to SGLang and NCCL
-        chosen = {"--attention-backend": config.attention_backend, "--mem-fraction-static": config.mem_fraction_static, "--cuda-graph-max-bs-decode": config.decode_graph_batch}
+        chosen = {
+            "--attention-backend": config.attention_backend,
+            "--mem-fraction-static": config.mem_fraction_static,
+            "--cuda-graph-max-bs-decode": config.decode_graph_batch,
+        }
         flags |= {name: value for name, value in chosen.items() if value}
-        switches += ["--enable-nccl-nvls"] * config.nccl_nvls + ["--disable-custom-all-reduce"] * (not config.custom_all_reduce)
-        chosen = {"NCCL_PROTO": config.nccl_proto, "NCCL_ALGO": config.nccl_algo, "NCCL_MIN_NCHANNELS": config.nccl_min_channels, "NCCL_MAX_NCHANNELS": config.nccl_max_channels}
+        switches += ["--enable-nccl-nvls"] * config.nccl_nvls + ["--disable-custom-all-reduce"] * (
+            not config.custom_all_reduce
+        )
+        chosen = {
+            "NCCL_PROTO": config.nccl_proto,
+            "NCCL_ALGO": config.nccl_algo,
+            "NCCL_MIN_NCHANNELS": config.nccl_min_channels,
+            "NCCL_MAX_NCHANNELS": config.nccl_max_channels,
+        }
         environment |= {name: str(value) for name, value in chosen.items() if value}
-    switches += ["--trust-remote-code"] * config.trust_remote_code + ["--stream-interval", str(config.stream_interval)] * (config.stream_interval > 1)
+    switches += ["--trust-remote-code"] * config.trust_remote_code + [
+        "--stream-interval",
+        str(config.stream_interval),
+    ] * (config.stream_interval > 1)
     command = [sys.executable, "-m", "sglang.launch_server"]
     for name, value in flags.items():
         command += [name, str(value)]
@@ -244,7 +331,9 @@ def command_text(config: Config) -> str:
     boundaries = boundaries_of(config, n_blocks).stored
     spool = Path(config.spool_dir) if config.spool_dir else config.server_dir / "spool"
     command, environment = server_command(config, folder, boundaries, config.port or 30000, spool)
-    lines = [f"{name}={shlex.quote(value)}" for name, value in environment.items()] + ["python -m sglang.launch_server"]
+    lines = [f"{name}={shlex.quote(value)}" for name, value in environment.items()] + [
+        "python -m sglang.launch_server"
+    ]
     for word in command[3:]:
         if word.startswith("--"):
             lines.append(f"  {word}")
@@ -262,7 +351,8 @@ def check_device(config: Config) -> None:
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found < config.tensor_parallel:
         raise EyasError(
-            f"device = 'cuda' with tensor_parallel = {config.tensor_parallel}, and torch {torch.__version__} sees {found} GPUs here", "as many as that, with requirements/gpu.txt installed",
+            f"device = 'cuda' with tensor_parallel = {config.tensor_parallel}, and torch {torch.__version__} sees {found} GPUs here",
+            "as many as that, with requirements/gpu.txt installed",
             "python -m eyas server command, which prints what to start where they are, or -p device cpu -p tensor_parallel 1",
         )
 
@@ -281,18 +371,36 @@ def server_up(config: Config, tied: bool = False, chunk_tok: int = 0, owner: str
     folder = config.server_dir
     running = find_server(config)
     if config.server_url:
-        raise EyasError(f"server_url = {config.server_url!r} names a server of your own", "an empty one to start another", "python -m eyas server up -p server_url ''")
+        raise EyasError(
+            f"server_url = {config.server_url!r} names a server of your own",
+            "an empty one to start another",
+            "python -m eyas server up -p server_url ''",
+        )
     if running is not None:
-        raise EyasError(f"a server of run {config.run_name!r} is already up at {running.url} (pid {running.pid})", "", f"python -m eyas server down {_profile_hint(config)}")
+        raise EyasError(
+            f"a server of run {config.run_name!r} is already up at {running.url} (pid {running.pid})",
+            "",
+            f"python -m eyas server down {_profile_hint(config)}",
+        )
     spool = Path(config.spool_dir) if config.spool_dir else folder / "spool"
     spool.mkdir(parents=True, exist_ok=True)
     if not config.spool_dir:
         for leftover in spool.iterdir():  # of a server that is gone
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    server = _up(config, lambda port: server_command(config, target.folder, boundaries, port, spool, chunk_tok), folder, tied, owner)
+    server = _up(
+        config,
+        lambda port: server_command(config, target.folder, boundaries, port, spool, chunk_tok),
+        folder,
+        tied,
+        owner,
+    )
     try:
         if server.status()["capture"] is None:
-            raise EyasError(f"the server came up without the capture plugin; see {shown(server.log)}", "eyas_capture applied", "python -m eyas doctor")
+            raise EyasError(
+                f"the server came up without the capture plugin; see {shown(server.log)}",
+                "eyas_capture applied",
+                "python -m eyas doctor",
+            )
     except BaseException:
         server.down()
         raise
@@ -309,18 +417,37 @@ def serving_up(config: Config, draft: Path | None, folder: Path, *, tied: bool =
     check_dtype(config, config.dtype, "dtype")
     target = target_of(config)
     if draft is not None and not (Path(draft) / "config.json").is_file():
-        raise EyasError(f"no config.json in {Path(draft).name!r}", "an exported drafter", "python -m eyas export --profile demo")
+        raise EyasError(
+            f"no config.json in {Path(draft).name!r}",
+            "an exported drafter",
+            "python -m eyas export --profile demo",
+        )
     if draft is not None and config.speculative_use_rejection_sampling:
         _check_rejection_sampling(config, read_json(Path(draft) / "config.json"))
     running = started_server(folder)
     if running is not None:
-        raise EyasError(f"a server of {shown(folder)} is already up at {running.url} (pid {running.pid})", "", f"stop it: kill {running.pid}")
+        raise EyasError(
+            f"a server of {shown(folder)} is already up at {running.url} (pid {running.pid})",
+            "",
+            f"stop it: kill {running.pid}",
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    server = _up(config, lambda port: server_command(config, target.folder, (), port, folder, SERVING_CHUNK_TOK, draft), folder, tied)
+    server = _up(
+        config,
+        lambda port: server_command(
+            config, target.folder, (), port, folder, SERVING_CHUNK_TOK, draft
+        ),
+        folder,
+        tied,
+    )
     try:
         drafter = server.status()["drafter"]
         if draft is not None and (drafter is None or drafter["boundaries"] is None):
-            raise EyasError(f"the server came up without {'its drafter' if drafter is None else 'the plugin'}; see {shown(server.log)}", "both", "python -m eyas doctor")
+            raise EyasError(
+                f"the server came up without {'its drafter' if drafter is None else 'the plugin'}; see {shown(server.log)}",
+                "both",
+                "python -m eyas doctor",
+            )
     except BaseException:
         server.down()
         raise
@@ -334,20 +461,37 @@ def check_dtype(config: Config, dtype: str, setting: str) -> None:
     input_precision), ten bits of fraction: then texts differ as they may in bfloat16, and the check would report a fault where there is none.
     """
     if config.device == "cuda" and dtype == "float32":
-        raise EyasError("float32 on a GPU: SGLang's attention takes none there, or multiplies it in TF32, in which texts need not be equal",
-                        "bfloat16, as one serves; decode compares the texts in float32", f"-p {setting} bfloat16")
+        raise EyasError(
+            "float32 on a GPU: SGLang's attention takes none there, or multiplies it in TF32, in which texts need not be equal",
+            "bfloat16, as one serves; decode compares the texts in float32",
+            f"-p {setting} bfloat16",
+        )
 
 
 def _check_rejection_sampling(config: Config, draft: dict) -> None:
     """EyasError where SGLang 0.5.23, or its plain CPU platform here, would die of the setting after half a minute."""
     without = "-p speculative_use_rejection_sampling false (sampled output has the target's own distribution all the same)"
     if draft["draft_vocab_size"] != draft["vocab_size"]:
-        raise EyasError(f"speculative_use_rejection_sampling with a draft vocabulary of {draft['draft_vocab_size']:,} of {draft['vocab_size']:,} tokens", "all of them: SGLang takes no fewer there", without)
+        raise EyasError(
+            f"speculative_use_rejection_sampling with a draft vocabulary of {draft['draft_vocab_size']:,} of {draft['vocab_size']:,} tokens",
+            "all of them: SGLang takes no fewer there",
+            without,
+        )
     if config.device == "cpu":
-        raise EyasError("speculative_use_rejection_sampling on a plain CPU", "a GPU: its kernel has no plain form", without)
+        raise EyasError(
+            "speculative_use_rejection_sampling on a plain CPU",
+            "a GPU: its kernel has no plain form",
+            without,
+        )
 
 
-def _up(config: Config, command: Callable[[int], tuple[list[str], dict[str, str]]], folder: Path, tied: bool, owner: str = "") -> Server:
+def _up(
+    config: Config,
+    command: Callable[[int], tuple[list[str], dict[str, str]]],
+    folder: Path,
+    tied: bool,
+    owner: str = "",
+) -> Server:
     """Start `command(port)` and wait. A free port that somebody else took before the server did, which is half a minute, costs a new start with another."""
     for tries_left in reversed(range(PORT_TRIES)):
         port = _port_for(config)
@@ -356,21 +500,54 @@ def _up(config: Config, command: Callable[[int], tuple[list[str], dict[str, str]
             return server.wait(config.server_timeout_s)
         except BaseException as error:
             server.down()
-            if not (isinstance(error, EyasError) and not config.port and tries_left and "address already in use" in log_tail(server.log, 400).lower()):
+            if not (
+                isinstance(error, EyasError)
+                and not config.port
+                and tries_left
+                and "address already in use" in log_tail(server.log, 400).lower()
+            ):
                 raise
     raise AssertionError  # the last try returns or raises
 
 
-def _start(command: list[str], environment: dict[str, str], port: int, folder: Path, tied: bool, owner: str = "") -> Server:
+def _start(
+    command: list[str],
+    environment: dict[str, str],
+    port: int,
+    folder: Path,
+    tied: bool,
+    owner: str = "",
+) -> Server:
     """The process in a session of its own, with its log and server.json; not waited for."""
     with open(folder / "server.log", "wb") as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=os.environ | environment, start_new_session=True,
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | environment,
+            start_new_session=True,
             preexec_fn=_die_with_parent if tied else None,
         )
     try:
-        server = Server(f"http://127.0.0.1:{port}", process.pid, started_ticks(process.pid), folder, owner or _owner())
-        write_json(folder / "server.json", {"url": server.url, "pid": server.pid, "started": server.started, "owner": server.owner, "command": command, "environment": environment})
+        server = Server(
+            f"http://127.0.0.1:{port}",
+            process.pid,
+            started_ticks(process.pid),
+            folder,
+            owner or _owner(),
+        )
+        write_json(
+            folder / "server.json",
+            {
+                "url": server.url,
+                "pid": server.pid,
+                "started": server.started,
+                "owner": server.owner,
+                "command": command,
+                "environment": environment,
+            },
+        )
     except BaseException:  # without server.json nobody would find it
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -392,7 +569,9 @@ def started_server(folder: Path) -> Server | None:
     if not path.is_file():
         return None
     record = read_json(path)
-    server = Server(record["url"], record["pid"], record["started"], folder, record.get("owner", ""))
+    server = Server(
+        record["url"], record["pid"], record["started"], folder, record.get("owner", "")
+    )
     if server.process() is None:
         server.down()  # what it left behind, and the record
         return None
@@ -402,14 +581,20 @@ def started_server(folder: Path) -> Server | None:
 def need_server(config: Config) -> Server:
     server = find_server(config)
     if server is None:
-        raise EyasError(f"run {config.run_name!r} has no server", "a running one", f"python -m eyas server up {_profile_hint(config)}")
+        raise EyasError(
+            f"run {config.run_name!r} has no server",
+            "a running one",
+            f"python -m eyas server up {_profile_hint(config)}",
+        )
     return server
 
 
 def need_servers(config: Config) -> list[Server]:
     """All servers of this run: `server_url` may name several, with commas between."""
     if "," in config.server_url:
-        return [Server(url.strip().rstrip("/")) for url in config.server_url.split(",") if url.strip()]
+        return [
+            Server(url.strip().rstrip("/")) for url in config.server_url.split(",") if url.strip()
+        ]
     return [need_server(config)]
 
 
@@ -418,25 +603,63 @@ def check_for_capture(status: dict, boundaries: tuple[int, ...], target: Target)
     again = "python -m eyas server down, then python -m eyas server up"
     capture = status["capture"]
     if capture is None:
-        raise EyasError(f"the server at {status['url']} has no capture plugin", "eyas_capture on", "python -m eyas server up starts one with it; patches/README.md says how for your own")
+        raise EyasError(
+            f"the server at {status['url']} has no capture plugin",
+            "eyas_capture on",
+            "python -m eyas server up starts one with it; patches/README.md says how for your own",
+        )
     if "quota" not in capture:
-        raise EyasError(f"the server at {status['url']} has an older capture plugin ({capture['version']})", "this repository's", again)
+        raise EyasError(
+            f"the server at {status['url']} has an older capture plugin ({capture['version']})",
+            "this repository's",
+            again,
+        )
     for wrong, flag in (
-        (status["radix_cache"], "--disable-radix-cache: tokens from the prefix cache pass no layer, their rows are lost"),
-        (status["chunked_prefill"], "--chunked-prefill-size -1: a long prompt's rows would come in pieces"),
-        (status["overlap"], "--disable-overlap-schedule: a batch's rows would be read while the next one is written"),
-        (status["prefill_graph"], "--cuda-graph-backend-prefill disabled: hooks do not run inside a graph"),
+        (
+            status["radix_cache"],
+            "--disable-radix-cache: tokens from the prefix cache pass no layer, their rows are lost",
+        ),
+        (
+            status["chunked_prefill"],
+            "--chunked-prefill-size -1: a long prompt's rows would come in pieces",
+        ),
+        (
+            status["overlap"],
+            "--disable-overlap-schedule: a batch's rows would be read while the next one is written",
+        ),
+        (
+            status["prefill_graph"],
+            "--cuda-graph-backend-prefill disabled: hooks do not run inside a graph",
+        ),
     ):
         if wrong:
-            raise EyasError(f"the server at {status['url']} runs without {flag}", "that flag", again)
+            raise EyasError(
+                f"the server at {status['url']} runs without {flag}", "that flag", again
+            )
     if capture["n_blocks"] != target.n_blocks or capture["hidden_size"] != target.hidden_size:
-        raise EyasError(f"the server's model has {capture['n_blocks']} blocks of {capture['hidden_size']}", f"{target.name}: {target.n_blocks} of {target.hidden_size}", again)
+        raise EyasError(
+            f"the server's model has {capture['n_blocks']} blocks of {capture['hidden_size']}",
+            f"{target.name}: {target.n_blocks} of {target.hidden_size}",
+            again,
+        )
     model = Path(status["model"])
-    if (model / "config.json").is_file() and model.resolve() != target.folder.resolve() and load_target(str(model)).fingerprint != target.fingerprint:
-        raise EyasError(f"the server serves {model.name}, with other weights than {target.name}", f"the target {target.name}", again)
+    if (
+        (model / "config.json").is_file()
+        and model.resolve() != target.folder.resolve()
+        and load_target(str(model)).fingerprint != target.fingerprint
+    ):
+        raise EyasError(
+            f"the server serves {model.name}, with other weights than {target.name}",
+            f"the target {target.name}",
+            again,
+        )
     missing = sorted(set(boundaries) - set(capture["boundaries"]))
     if missing:
-        raise EyasError(f"the server captures boundaries {capture['boundaries']}, not {missing}", f"{list(boundaries)}", again)
+        raise EyasError(
+            f"the server captures boundaries {capture['boundaries']}, not {missing}",
+            f"{list(boundaries)}",
+            again,
+        )
 
 
 def log_tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
@@ -472,7 +695,11 @@ def _profile_hint(config: Config) -> str:
 def _port_for(config: Config) -> int:
     port = config.port or _free_port()
     if _port_taken(port):
-        raise EyasError(f"port {port} of 127.0.0.1 is taken by another server", "a free port", "python -m eyas server up -p port 0")
+        raise EyasError(
+            f"port {port} of 127.0.0.1 is taken by another server",
+            "a free port",
+            "python -m eyas server up -p port 0",
+        )
     return port
 
 
@@ -488,4 +715,6 @@ def _port_taken(port: int) -> bool:
 
 
 def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; SGLang's own children die with it
+    ctypes.CDLL(None).prctl(
+        1, signal.SIGKILL
+    )  # PR_SET_PDEATHSIG; SGLang's own children die with it

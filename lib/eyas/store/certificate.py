@@ -17,7 +17,9 @@ def certificate_path(store) -> Path:
 
 
 def write_certificate(store, record: dict) -> Path:
-    return write_json(certificate_path(store), {"store": store.identity, "head": store.head_hash} | record)
+    return write_json(
+        certificate_path(store), {"store": store.identity, "head": store.head_hash} | record
+    )
 
 
 def read_certificate(store) -> dict | None:
@@ -51,8 +53,11 @@ def need_certificate(store, run_name: str) -> dict:
         found = f"the parity certificate of run {run_name!r} is from an older Eyas, whose check could pass a wrong copied head"
     else:
         found = f"the parity certificate of run {run_name!r} was made for another head.safetensors than its store holds now"
-    raise EyasError(found, "states that were compared with independent references, and passed",
-                    f"python -m eyas parity -p run_name {run_name}   (with its server up; or train with -p without_parity true)")
+    raise EyasError(
+        found,
+        "states that were compared with independent references, and passed",
+        f"python -m eyas parity -p run_name {run_name}   (with its server up; or train with -p without_parity true)",
+    )
 
 
 def verdict(record: dict) -> str:

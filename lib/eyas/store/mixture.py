@@ -35,7 +35,9 @@ class Limited(NamedTuple):
 class Mixture:
     """Open for reading. `stores`: run name -> Store, the run's own first. `boundaries`: those that all have. `dropped`: reason -> training samples."""
 
-    def __init__(self, stores: list[tuple[str, Store, float]], limits: dict[str, int] | None = None):
+    def __init__(
+        self, stores: list[tuple[str, Store, float]], limits: dict[str, int] | None = None
+    ):
         """(run name, store, weight) each; `limits`: most samples of a split ("train", "heldout") of the run's own store, as extraction would choose them. EyasError: a weight that is not above 0, a run named twice, states of another target or on another side of the final norm."""
         own, first, _ = stores[0]
         self.stores, self.manifest = {name: store for name, store, _ in stores}, first.manifest
@@ -43,30 +45,58 @@ class Mixture:
         self._weights = {"" if name == own else name: float(weight) for name, _, weight in stores}
         for name, store, weight in stores:
             if not (math.isfinite(weight) and weight > 0):
-                raise EyasError(f"mix gives run {name!r} the weight {weight:g}", "a number above 0", ASK)
+                raise EyasError(
+                    f"mix gives run {name!r} the weight {weight:g}", "a number above 0", ASK
+                )
             for what, ours, theirs in (
-                ("target", first.manifest["target"]["fingerprint"][:12], store.manifest["target"]["fingerprint"][:12]),
-                ("side of the final norm", *(s.manifest.get("last_state", "pre-norm") for s in (first, store))),
+                (
+                    "target",
+                    first.manifest["target"]["fingerprint"][:12],
+                    store.manifest["target"]["fingerprint"][:12],
+                ),
+                (
+                    "side of the final norm",
+                    *(s.manifest.get("last_state", "pre-norm") for s in (first, store)),
+                ),
             ):
                 if ours != theirs:
-                    raise EyasError(f"the store of run {name!r} is of another {what} than that of run {own!r}: {theirs}", ours, f"-p mix without {name!r}")
+                    raise EyasError(
+                        f"the store of run {name!r} is of another {what} than that of run {own!r}: {theirs}",
+                        ours,
+                        f"-p mix without {name!r}",
+                    )
         if len(self.stores) < len(stores):
             raise EyasError("mix names a run twice, or the run itself", "each other run once", ASK)
-        self.boundaries = tuple(sorted(set.intersection(*(set(store.boundaries) for store in self.stores.values()))))
+        self.boundaries = tuple(
+            sorted(set.intersection(*(set(store.boundaries) for store in self.stores.values())))
+        )
         frames = []
         for prefix, store in self._by_prefix.items():
             done = store.index.loc[store.index["state"] == "extracted", list(COLUMNS)]
-            frames.append(done.assign(key=[f"{prefix}/{id}" if prefix else id for id in done["id"]], own=not prefix))
+            frames.append(
+                done.assign(
+                    key=[f"{prefix}/{id}" if prefix else id for id in done["id"]], own=not prefix
+                )
+            )
         rows = pd.concat(frames, ignore_index=True)
         reasons = self._reasons(rows)
-        self.dropped = {reason: sum(found == reason for found in reasons.values()) for reason in ("topic", "id", "prompt")}
+        self.dropped = {
+            reason: sum(found == reason for found in reasons.values())
+            for reason in ("topic", "id", "prompt")
+        }
         self.limited: dict[str, Limited] = {}
         for split, limit in (limits or {}).items():
-            planned = first.index.loc[first.index["split"] == split, "id"]  # in the order in which extraction chose them
+            planned = first.index.loc[
+                first.index["split"] == split, "id"
+            ]  # in the order in which extraction chose them
             left_out = set(planned[limit:])
             self.limited[split] = Limited(limit, len(planned), bool(left_out))
             rows = rows[~(rows["own"] & rows["id"].isin(left_out))]
-        self._rows = rows[~rows["key"].isin(reasons.keys()) & ((rows["split"] == "train") | rows["own"])].drop(columns="own").reset_index(drop=True)
+        self._rows = (
+            rows[~rows["key"].isin(reasons.keys()) & ((rows["split"] == "train") | rows["own"])]
+            .drop(columns="own")
+            .reset_index(drop=True)
+        )
         self._categories = dict(zip(self._rows["key"], self._rows["category"]))
 
     @classmethod
@@ -78,11 +108,19 @@ class Mixture:
             try:
                 weight = float(weight) if colon else 1.0
             except ValueError:
-                raise EyasError(f"mix gives run {name!r} the weight {weight!r}", "a number above 0", ASK) from None
+                raise EyasError(
+                    f"mix gives run {name!r} the weight {weight!r}", "a number above 0", ASK
+                ) from None
             if not name or name in (".", "..") or set(name) & set("/\\\0"):
-                raise EyasError(f"mix = {config.mix!r} names a run {name!r}", "the name of a run", ASK)
+                raise EyasError(
+                    f"mix = {config.mix!r} names a run {name!r}", "the name of a run", ASK
+                )
             if not is_begun(config.store_dir_of(name)):
-                raise EyasError(f"mix names run {name!r}, which has no store", "runs that were extracted", f"python -m eyas extract -p run_name {name}")
+                raise EyasError(
+                    f"mix names run {name!r}, which has no store",
+                    "runs that were extracted",
+                    f"python -m eyas extract -p run_name {name}",
+                )
             stores.append((name, Store.open(config.store_dir_of(name)), weight))
         return cls(stores, {"train": config.train_samples, "heldout": config.heldout_samples})
 
@@ -91,7 +129,12 @@ class Mixture:
         """One hash for what there is to learn from: that of the store where it is a single one of weight 1; else of all stores, weights and names of others."""
         if list(self._weights.values()) == [1.0]:
             return self._by_prefix[""].identity
-        return sha256_json(sorted([prefix, store.identity, self._weights[prefix]] for prefix, store in self._by_prefix.items()))
+        return sha256_json(
+            sorted(
+                [prefix, store.identity, self._weights[prefix]]
+                for prefix, store in self._by_prefix.items()
+            )
+        )
 
     def samples(self, split: str) -> list[str]:
         """Keys of the "train" or "heldout" samples, in the order of mix and index."""
@@ -112,7 +155,9 @@ class Mixture:
     def read(self, key: str, boundaries: tuple[int, ...] | None = None) -> dict:
         """As `Store.read`; None: the boundaries that all stores have."""
         prefix, _, id = key.rpartition("/")
-        return self._by_prefix[prefix].read(id, self.boundaries if boundaries is None else boundaries)
+        return self._by_prefix[prefix].read(
+            id, self.boundaries if boundaries is None else boundaries
+        )
 
     def texts(self, keys: list[str]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """As `Store.texts`, store by store."""
@@ -135,7 +180,10 @@ class Mixture:
             seen += members * int(weight)
             extra = (weight - int(weight)) * len(members)  # a pass, on average
             start, end = (math.floor(extra * n + 0.5) for n in (epoch, epoch + 1))
-            ring = torch.randperm(len(members), generator=torch.Generator().manual_seed(int(sha256_json([seed, prefix])[:15], 16))).tolist()
+            ring = torch.randperm(
+                len(members),
+                generator=torch.Generator().manual_seed(int(sha256_json([seed, prefix])[:15], 16)),
+            ).tolist()
             seen += [members[ring[n % len(members)]] for n in range(start, end)]
         return shuffled(seen, epoch, seed)
 
@@ -145,7 +193,11 @@ class Mixture:
         topics, ids = set(rows.loc[out, "topic"]) - {""}, set(rows.loc[out, "id"])
         prompts = {_prompt(*text) for _, *text in self.texts(list(rows.loc[out, "key"]))}
         training = rows[~out]
-        reasons = {row.key: "topic" if row.topic in topics else "id" for row in training.itertuples() if row.topic in topics or row.id in ids}
+        reasons = {
+            row.key: "topic" if row.topic in topics else "id"
+            for row in training.itertuples()
+            if row.topic in topics or row.id in ids
+        }
         if prompts:
             for key, *text in self.texts([key for key in training["key"] if key not in reasons]):
                 if _prompt(*text) in prompts:
@@ -156,7 +208,12 @@ class Mixture:
 def shuffled(keys: Iterable[str], epoch: int, seed: int) -> list[str]:
     """The keys in the order of that epoch, whatever order they come in."""
     keys = sorted(keys)
-    return [keys[n] for n in torch.randperm(len(keys), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()]
+    return [
+        keys[n]
+        for n in torch.randperm(
+            len(keys), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        ).tolist()
+    ]
 
 
 def _prompt(input_ids: torch.Tensor, loss_mask: torch.Tensor) -> bytes:

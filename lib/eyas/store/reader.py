@@ -36,8 +36,18 @@ from eyas.models.target import Head
 
 FORMAT = "eyas-store-3"
 COLUMNS = {
-    "id": "string", "split": "string", "category": "string", "topic": "string", "state": "string", "reason": "string", "shard": "string",
-    "offset": "int64", "length": "int64", "loss_tok": "int64", "content_hash": "string", "truncated": "bool",
+    "id": "string",
+    "split": "string",
+    "category": "string",
+    "topic": "string",
+    "state": "string",
+    "reason": "string",
+    "shard": "string",
+    "offset": "int64",
+    "length": "int64",
+    "loss_tok": "int64",
+    "content_hash": "string",
+    "truncated": "bool",
 }
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 OPEN_SHARDS = 4  # of a reader
@@ -120,19 +130,32 @@ class Store:
         """EyasError when there is no store, StoreDamaged when its manifest or index is missing, torn or altered."""
         folder = Path(folder)
         if not is_begun(folder):
-            raise EyasError(f"no store at {folder.name!r} of run {folder.parent.name!r}", "a folder with manifest.json", "python -m eyas extract")
+            raise EyasError(
+                f"no store at {folder.name!r} of run {folder.parent.name!r}",
+                "a folder with manifest.json",
+                "python -m eyas extract",
+            )
         manifest = read_manifest(folder)
         if manifest.get("format") != FORMAT:
-            raise EyasError(f"the store's format is {manifest.get('format')!r}", FORMAT, f"python -m eyas data rm {folder.parent.name} --yes, then python -m eyas extract")
+            raise EyasError(
+                f"the store's format is {manifest.get('format')!r}",
+                FORMAT,
+                f"python -m eyas data rm {folder.parent.name} --yes, then python -m eyas extract",
+            )
         index, written = read_index(folder)
         if written not in (None, manifest):
-            raise StoreDamaged(f"manifest.json of run {folder.parent.name!r} is not the one that index.parquet was written with", "both of one store",
-                               f"put the right one back, or python -m eyas data rm {folder.parent.name}")
+            raise StoreDamaged(
+                f"manifest.json of run {folder.parent.name!r} is not the one that index.parquet was written with",
+                "both of one store",
+                f"put the right one back, or python -m eyas data rm {folder.parent.name}",
+            )
         return cls(folder, manifest, index)
 
     @property
     def token_bytes(self) -> int:
-        return token_bytes(len(self.boundaries), self.manifest["hidden_size"], self.manifest["dtype"])
+        return token_bytes(
+            len(self.boundaries), self.manifest["hidden_size"], self.manifest["dtype"]
+        )
 
     @property
     def identity(self) -> str:
@@ -161,7 +184,11 @@ class Store:
         row = self._extracted(self.row(id))
         missing = set(boundaries or ()) - set(self.boundaries)
         if missing:
-            raise EyasError(f"the store has boundaries {list(self.boundaries)}, not {sorted(missing)}", "", "python -m eyas extract -p boundaries '[...]'")
+            raise EyasError(
+                f"the store has boundaries {list(self.boundaries)}, not {sorted(missing)}",
+                "",
+                "python -m eyas extract -p boundaries '[...]'",
+            )
         boundaries = self.boundaries if boundaries is None else boundaries
         stored = self._readable(row, row, boundaries)
         mask = self._checked_mask(stored["loss_mask"], row)  # [T]
@@ -176,28 +203,51 @@ class Store:
         for row in self.index.iloc[[self._place(id) for id in ids]].to_dict("records"):
             by_shard.setdefault(self._extracted(row)["shard"], []).append(row)
         for members in by_shard.values():
-            start, end = min(row["offset"] for row in members), max(row["offset"] + row["length"] for row in members)
-            stored = self._readable({"shard": members[0]["shard"], "offset": start, "length": end - start}, members[0], ())
+            start, end = (
+                min(row["offset"] for row in members),
+                max(row["offset"] + row["length"] for row in members),
+            )
+            stored = self._readable(
+                {"shard": members[0]["shard"], "offset": start, "length": end - start},
+                members[0],
+                (),
+            )
             for row in members:
                 place = slice(row["offset"] - start, row["offset"] - start + row["length"])
-                yield row["id"], stored["input_ids"][place], self._checked_mask(stored["loss_mask"][place], row)
+                yield (
+                    row["id"],
+                    stored["input_ids"][place],
+                    self._checked_mask(stored["loss_mask"][place], row),
+                )
 
     def _readable(self, span, row, boundaries: tuple[int, ...]) -> dict[str, torch.Tensor]:
         """`stored` of a span of rows, for a sample that lies in it."""
         try:
             return self.stored(span, boundaries)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise EyasError(f"{row['shard']}, which holds sample {row['id']!r}, cannot be read: {type(error).__name__}", "a whole shard", self._mend) from None
+            raise EyasError(
+                f"{row['shard']}, which holds sample {row['id']!r}, cannot be read: {type(error).__name__}",
+                "a whole shard",
+                self._mend,
+            ) from None
 
     def _extracted(self, row):
         if row["state"] != "extracted":
-            raise EyasError(f"sample {row['id']!r} was not extracted ({row['state']}: {row['reason']})", "", f"python -m eyas extract -p run_name {self.folder.parent.name}")
+            raise EyasError(
+                f"sample {row['id']!r} was not extracted ({row['state']}: {row['reason']})",
+                "",
+                f"python -m eyas extract -p run_name {self.folder.parent.name}",
+            )
         return row
 
     def _checked_mask(self, mask: torch.Tensor, row) -> torch.Tensor:
         """uint8 [T] as stored -> bool [T]."""
         if len(mask) != row["length"] or mask.max() > 1:
-            raise EyasError(f"{row['shard']}, which holds sample {row['id']!r}, is torn or altered", "as it was written", self._mend)
+            raise EyasError(
+                f"{row['shard']}, which holds sample {row['id']!r}, is torn or altered",
+                "as it was written",
+                self._mend,
+            )
         return mask.bool()
 
     def stored(self, row, boundaries: tuple[int, ...] | None = None) -> dict[str, torch.Tensor]:
@@ -205,19 +255,33 @@ class Store:
         shard = self._shards.get(row["shard"])
         if shard is None:
             if len(opened := list(self._shards)) >= OPEN_SHARDS:  # a copy: several threads read
-                self._shards.pop(opened[0], None)  # what was read of it counts as this process's memory for as long as it is mapped
-            shard = self._shards[row["shard"]] = safe_open(self.folder / "shards" / row["shard"], framework="pt")
+                self._shards.pop(
+                    opened[0], None
+                )  # what was read of it counts as this process's memory for as long as it is mapped
+            shard = self._shards[row["shard"]] = safe_open(
+                self.folder / "shards" / row["shard"], framework="pt"
+            )
         span = slice(int(row["offset"]), int(row["offset"] + row["length"]))
-        names = tensor_names(self.boundaries if boundaries is None else boundaries, self.manifest["dtype"])
+        names = tensor_names(
+            self.boundaries if boundaries is None else boundaries, self.manifest["dtype"]
+        )
         return {name: shard.get_slice(name)[span] for name in names}
 
     def head(self) -> Head:
         """EyasError when it is missing, torn or altered."""
         weights = read_head(self.folder)
         if weights is None:
-            raise EyasError(f"head.safetensors of run {self.folder.parent.name!r} is missing, torn or altered", "as it was written", "python -m eyas verify --repair")
+            raise EyasError(
+                f"head.safetensors of run {self.folder.parent.name!r} is missing, torn or altered",
+                "as it was written",
+                "python -m eyas verify --repair",
+            )
         kind = NormedHead if self.manifest.get("last_state") == "post-norm" else Head
-        return kind(weights["norm_weight"].float(), weights["lm_head"].float(), self.manifest["target"]["rms_norm_eps"])
+        return kind(
+            weights["norm_weight"].float(),
+            weights["lm_head"].float(),
+            self.manifest["target"]["rms_norm_eps"],
+        )
 
     @property
     def head_hash(self) -> str:
@@ -241,7 +305,9 @@ class NormedHead(Head):
 
 def is_begun(folder: Path) -> bool:
     """Is there anything of a store, be it without its manifest?"""
-    return any((Path(folder) / name).is_file() for name in ("manifest.json", "index.parquet")) or _has_shards(folder)
+    return any(
+        (Path(folder) / name).is_file() for name in ("manifest.json", "index.parquet")
+    ) or _has_shards(folder)
 
 
 def _has_shards(folder: Path) -> bool:
@@ -255,7 +321,11 @@ def lock_store(folder: Path) -> IO:
         (folder / "shards").mkdir(parents=True, exist_ok=True)
         file = open(folder / ".lock", "w")
     except OSError as error:
-        raise EyasError(f"the store of run {folder.parent.name!r} can't be written: {error.strerror}", "a folder that can be written", "set EYAS_DATA to one") from None
+        raise EyasError(
+            f"the store of run {folder.parent.name!r} can't be written: {error.strerror}",
+            "a folder that can be written",
+            "set EYAS_DATA to one",
+        ) from None
     return _flock(file, fcntl.LOCK_EX, folder.parent.name)
 
 
@@ -274,8 +344,16 @@ def _flock(file: IO, kind: int, run_name: str) -> IO:
     except OSError as error:
         file.close()
         if isinstance(error, BlockingIOError):
-            raise EyasError(f"another process is writing to the store of run {run_name!r}, or verifying it", "one at a time", "wait for it, or end it") from None
-        raise EyasError(f"the store of run {run_name!r} can't be locked: {error.strerror}", "a file system that has locks", "set EYAS_DATA to a folder on one") from None
+            raise EyasError(
+                f"another process is writing to the store of run {run_name!r}, or verifying it",
+                "one at a time",
+                "wait for it, or end it",
+            ) from None
+        raise EyasError(
+            f"the store of run {run_name!r} can't be locked: {error.strerror}",
+            "a file system that has locks",
+            "set EYAS_DATA to a folder on one",
+        ) from None
     return file
 
 
@@ -288,13 +366,21 @@ def read_manifest(folder: Path) -> dict:
     if not is_sealed(manifest):
         if isinstance(manifest, dict) and manifest.get("format") == "eyas-store-1":
             return manifest  # which had no seal; Store.open refuses it by its name
-        raise StoreDamaged(f"manifest.json of run {Path(folder).parent.name!r} is missing, torn or altered", "as it was written", "python -m eyas verify --repair")
+        raise StoreDamaged(
+            f"manifest.json of run {Path(folder).parent.name!r} is missing, torn or altered",
+            "as it was written",
+            "python -m eyas verify --repair",
+        )
     return manifest
 
 
 def index_columns(manifest: dict) -> dict[str, str]:
     """COLUMNS, and for fp8 the error of each boundary: median over the sample's tokens of |dequantised - exact| / |exact|."""
-    return COLUMNS | ({f"fp8_error_{b}": "float64" for b in manifest["boundaries"]} if manifest["dtype"] == "float8_e4m3fn" else {})
+    return COLUMNS | (
+        {f"fp8_error_{b}": "float64" for b in manifest["boundaries"]}
+        if manifest["dtype"] == "float8_e4m3fn"
+        else {}
+    )
 
 
 def write_index(folder: Path, rows: list[dict], manifest: dict) -> None:
@@ -302,7 +388,12 @@ def write_index(folder: Path, rows: list[dict], manifest: dict) -> None:
     columns = index_columns(manifest)
     frame = pd.DataFrame(rows, columns=list(columns)).astype(columns)
     table = pa.Table.from_pandas(frame, preserve_index=False)
-    table = table.replace_schema_metadata({**(table.schema.metadata or {}), b"eyas": json.dumps({"rows": _rows_hash(frame), "manifest": manifest}).encode()})
+    table = table.replace_schema_metadata(
+        {
+            **(table.schema.metadata or {}),
+            b"eyas": json.dumps({"rows": _rows_hash(frame), "manifest": manifest}).encode(),
+        }
+    )
     write_atomic(Path(folder) / "index.parquet", lambda p: pq.write_table(table, p))
 
 
@@ -316,10 +407,23 @@ def read_index(folder: Path) -> tuple[pd.DataFrame, dict | None]:
             table = pq.read_table(file)
         frame, written = table.to_pandas(), json.loads(table.schema.metadata[b"eyas"])
         whole = written["rows"] == _rows_hash(frame)
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, UnicodeError, OverflowError, MemoryError):
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        UnicodeError,
+        OverflowError,
+        MemoryError,
+    ):
         whole = False
     if not whole:
-        raise StoreDamaged(f"index.parquet of run {Path(folder).parent.name!r} is missing, torn or altered", "as it was written", "python -m eyas verify --repair")
+        raise StoreDamaged(
+            f"index.parquet of run {Path(folder).parent.name!r} is missing, torn or altered",
+            "as it was written",
+            "python -m eyas verify --repair",
+        )
     return frame, written["manifest"]
 
 
@@ -328,7 +432,11 @@ def read_head(folder: Path) -> dict[str, torch.Tensor] | None:
     try:
         with safe_open(Path(folder) / "head.safetensors", framework="pt") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}
-            return weights if (file.metadata() or {}).get("content_hash") == content_hash(weights) else None
+            return (
+                weights
+                if (file.metadata() or {}).get("content_hash") == content_hash(weights)
+                else None
+            )
     except (SafetensorError, OSError, ValueError):
         return None
 
@@ -338,8 +446,13 @@ def rows_of_shard(path: Path) -> list[dict]:
     try:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            metadata = json.loads(file.read(size) if size <= path.stat().st_size else b"")["__metadata__"]
-        rows, whole = json.loads(metadata["rows"]), xxhash.xxh3_128_hexdigest(metadata["rows"].encode()) == metadata["rows_hash"]
+            metadata = json.loads(file.read(size) if size <= path.stat().st_size else b"")[
+                "__metadata__"
+            ]
+        rows, whole = (
+            json.loads(metadata["rows"]),
+            xxhash.xxh3_128_hexdigest(metadata["rows"].encode()) == metadata["rows_hash"],
+        )
     except (OSError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no header of a shard: {type(error).__name__}") from None
     if not whole:
@@ -355,7 +468,9 @@ def free_bytes(folder: Path) -> int:
 
 
 def _rows_hash(frame: pd.DataFrame) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps({name: frame[name].tolist() for name in frame}, separators=(",", ":")).encode())
+    return xxhash.xxh3_128_hexdigest(
+        json.dumps({name: frame[name].tolist() for name in frame}, separators=(",", ":")).encode()
+    )
 
 
 def index_row(columns: dict[str, str], **values) -> dict:

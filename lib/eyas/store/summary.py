@@ -9,15 +9,23 @@ from eyas.store.reader import Store
 
 def write_data_config(store: Store, last_run: dict) -> None:
     """The summary that people look for, beside the store. `last_run`: how it was made, with samples_per_s and tok_per_s."""
-    write_json(store.folder / "data_config.json", seal(counted(store) | {"eyas": __version__, "last_run": last_run}))
+    write_json(
+        store.folder / "data_config.json",
+        seal(counted(store) | {"eyas": __version__, "last_run": last_run}),
+    )
 
 
 def counted(store: Store) -> dict:
     """What data_config.json says of a store, from its index and its files."""
     done = store.index[store.index["state"] == "extracted"]
     return {
-        "total_samples": len(done), "total_tokens": int(done["length"].sum()), "loss_tokens": int(done["loss_tok"].sum()), "bytes": store.n_bytes,
-        "errors": int((store.index["state"] == "failed").sum()), "boundaries": list(store.boundaries), "dtype": store.manifest["dtype"],
+        "total_samples": len(done),
+        "total_tokens": int(done["length"].sum()),
+        "loss_tokens": int(done["loss_tok"].sum()),
+        "bytes": store.n_bytes,
+        "errors": int((store.index["state"] == "failed").sum()),
+        "boundaries": list(store.boundaries),
+        "dtype": store.manifest["dtype"],
         "hidden_size": store.manifest["hidden_size"],
     }
 
@@ -28,4 +36,6 @@ def last_run(store: Path) -> dict:
         config = read_json(store / "data_config.json")
     except (ValueError, OSError):
         return {}
-    return config["last_run"] if is_sealed(config) and isinstance(config.get("last_run"), dict) else {}
+    return (
+        config["last_run"] if is_sealed(config) and isinstance(config.get("last_run"), dict) else {}
+    )

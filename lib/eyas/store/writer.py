@@ -53,7 +53,10 @@ class StoreWriter:
             raise
 
     def _open(self, manifest: dict, head: Head) -> None:
-        for folder in (self.folder, self.folder / "shards"):  # hidden files are of a writer that was killed
+        for folder in (
+            self.folder,
+            self.folder / "shards",
+        ):  # hidden files are of a writer that was killed
             for leftover in folder.glob(".*"):
                 if leftover.name != ".lock" and not leftover.is_dir():
                     leftover.unlink()
@@ -62,16 +65,22 @@ class StoreWriter:
             differs = _differences(read_manifest(self.folder), manifest)
             if differs:
                 raise EyasError(
-                    f"the store of run {self.folder.parent.name!r} was made with another {', '.join(differs)}", "the same",
+                    f"the store of run {self.folder.parent.name!r} was made with another {', '.join(differs)}",
+                    "the same",
                     f"another run, e.g. -p run_name NAME, or python -m eyas data rm {self.folder.parent.name}",
                 )
         else:
             write_json(self.folder / "manifest.json", manifest)
         if read_head(self.folder) is None:
             weights = {"norm_weight": _compact(head.norm_weight), "lm_head": _compact(head.lm_head)}
-            write_safetensors(self.folder / "head.safetensors", weights, {"content_hash": content_hash(weights)})
+            write_safetensors(
+                self.folder / "head.safetensors", weights, {"content_hash": content_hash(weights)}
+            )
         self.store = Store.open(self.folder)
-        self._dtype, self._fp8 = getattr(torch, manifest["dtype"]), manifest["dtype"] == "float8_e4m3fn"
+        self._dtype, self._fp8 = (
+            getattr(torch, manifest["dtype"]),
+            manifest["dtype"] == "float8_e4m3fn",
+        )
         self._columns = index_columns(manifest)
         self._index = {row["id"]: row for row in self.store.index.to_dict("records")}
         self._lock = threading.Lock()  # of _index, which the writing thread changes
@@ -81,9 +90,13 @@ class StoreWriter:
                 self._members.setdefault(row["shard"], []).append(row["id"])
         for ids in self._members.values():
             ids.sort(key=lambda id: self._index[id]["offset"])
-        self._awaited: dict[str, set[str]] = {}  # shard -> samples that this run will still add or fail
+        self._awaited: dict[
+            str, set[str]
+        ] = {}  # shard -> samples that this run will still add or fail
         self._held: dict[str, dict[str, dict]] = {}  # shard -> id -> what is to be written
-        self._index_lock = threading.Lock()  # of index.parquet: an older picture never replaces a newer one
+        self._index_lock = (
+            threading.Lock()
+        )  # of index.parquet: an older picture never replaces a newer one
         self._threads = ThreadPoolExecutor(WRITING, "eyas-store")
         self._writing: deque[Future] = deque()
 
@@ -96,12 +109,18 @@ class StoreWriter:
         """Give each new sample its place and say so in the index. Ids that this run has to `add` or `fail`, in order."""
         per_token = self.store.token_bytes
         taken = {int(name.split(".")[0]) for name in self._members}
-        numbers = (n for n in itertools.count() if n not in taken)  # a lost shard's number is taken again
+        numbers = (
+            n for n in itertools.count() if n not in taken
+        )  # a lost shard's number is taken again
         shard, filled = None, 0
         for sample in samples:
             row = self._index.get(sample.id)
             if row is not None and row["length"] not in (0, sample.length_tok):
-                raise EyasError(f"sample {sample.id!r} has {sample.length_tok} tokens, the store planned {row['length']}", "the same prompt set and template", "another run: -p run_name NAME")
+                raise EyasError(
+                    f"sample {sample.id!r} has {sample.length_tok} tokens, the store planned {row['length']}",
+                    "the same prompt set and template",
+                    "another run: -p run_name NAME",
+                )
             if row is not None and (row["shard"] or not sample.length_tok):
                 continue
             place = {"shard": "", "offset": 0, "length": 0}
@@ -112,7 +131,12 @@ class StoreWriter:
                 place = {"shard": shard, "offset": filled, "length": sample.length_tok}
                 self._members[shard].append(sample.id)
                 filled += sample.length_tok
-            said = {"id": sample.id, "split": sample.split, "category": sample.category, "topic": sample.topic}
+            said = {
+                "id": sample.id,
+                "split": sample.split,
+                "category": sample.category,
+                "topic": sample.topic,
+            }
             self._index[sample.id] = index_row(self._columns, state="pending", **said, **place)
         wanted = ("pending", "failed") if retry_failed else ("pending",)
         todo = [s.id for s in samples if self._index[s.id]["state"] in wanted]
@@ -125,17 +149,35 @@ class StoreWriter:
         """A planned sample. Its shard is written when all of its samples that this run tries have come."""
         row = self._index[rows.id]
         if not len(rows.input_ids) == row["length"] > 0:
-            raise ValueError(f"{rows.id} has {len(rows.input_ids)} tokens, planned were {row['length']}")
-        stored = {"input_ids": rows.input_ids.to(torch.int64), "loss_mask": rows.loss_mask.to(torch.uint8)}  # [T] each
-        found = {"state": "extracted", "reason": "", "loss_tok": int(rows.loss_mask.sum()), "truncated": rows.truncated}
+            raise ValueError(
+                f"{rows.id} has {len(rows.input_ids)} tokens, planned were {row['length']}"
+            )
+        stored = {
+            "input_ids": rows.input_ids.to(torch.int64),
+            "loss_mask": rows.loss_mask.to(torch.uint8),
+        }  # [T] each
+        found = {
+            "state": "extracted",
+            "reason": "",
+            "loss_tok": int(rows.loss_mask.sum()),
+            "truncated": rows.truncated,
+        }
         for b in self.store.boundaries:
             states = rows.states[b]  # [T, H]
-            if tuple(states.shape) != (row["length"], self.store.manifest["hidden_size"]) or not (self._fp8 or states.dtype == self._dtype):
-                raise ValueError(f"boundary {b} of {rows.id} is {tuple(states.shape)} {states.dtype}")
+            if tuple(states.shape) != (row["length"], self.store.manifest["hidden_size"]) or not (
+                self._fp8 or states.dtype == self._dtype
+            ):
+                raise ValueError(
+                    f"boundary {b} of {rows.id} is {tuple(states.shape)} {states.dtype}"
+                )
             if self._fp8:
                 stored[tensor_name(b)], stored[f"scale_{b}"] = to_fp8(states)
-                error = from_fp8(stored[tensor_name(b)], stored[f"scale_{b}"]).float() - states.float()
-                found[f"fp8_error_{b}"] = float((error.norm(dim=1) / states.float().norm(dim=1).clamp(min=1e-30)).median())
+                error = (
+                    from_fp8(stored[tensor_name(b)], stored[f"scale_{b}"]).float() - states.float()
+                )
+                found[f"fp8_error_{b}"] = float(
+                    (error.norm(dim=1) / states.float().norm(dim=1).clamp(min=1e-30)).median()
+                )
             else:
                 stored[tensor_name(b)] = states
         found["content_hash"] = content_hash(stored)
@@ -180,9 +222,18 @@ class StoreWriter:
             for name in names:
                 pieces[name].append(tensors[name] if tensors else self._zeros(name, row["length"]))
         place = ("id", "split", "category", "topic", "shard", "offset", "length")
-        described = [row if row["state"] == "extracted" else index_row(self._columns, state="pending", **{name: row[name] for name in place}) for row in rows]
+        described = [
+            row
+            if row["state"] == "extracted"
+            else index_row(self._columns, state="pending", **{name: row[name] for name in place})
+            for row in rows
+        ]
         text = json.dumps(described, separators=(",", ":"))
-        write_safetensors(self.folder / "shards" / shard, pieces, {"rows": text, "rows_hash": xxhash.xxh3_128_hexdigest(text.encode())})
+        write_safetensors(
+            self.folder / "shards" / shard,
+            pieces,
+            {"rows": text, "rows_hash": xxhash.xxh3_128_hexdigest(text.encode())},
+        )
         with self._lock:
             for row in rows:
                 self._index[row["id"]] = row
@@ -238,14 +289,22 @@ def _kept(store: Store, row: dict) -> dict[str, torch.Tensor] | None:
 def _compact(weight: torch.Tensor) -> torch.Tensor:
     """bf16 where that loses nothing."""
     small = weight.to(torch.bfloat16)
-    return small.contiguous() if torch.equal(small.to(weight.dtype), weight) else weight.contiguous()
+    return (
+        small.contiguous() if torch.equal(small.to(weight.dtype), weight) else weight.contiguous()
+    )
 
 
 def _differences(old, new, prefix: str = "") -> list[str]:
     """Dotted names of the fields that differ. mem_fraction_static, of older manifests, leaves what is captured as it is."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = sorted({*old, *new} - {"content_hash", "mem_fraction_static"})
-        return [name for key in keys for name in _differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)]
+        return [
+            name
+            for key in keys
+            for name in _differences(
+                old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key
+            )
+        ]
     return [] if old == new else [f"{prefix} ({_short(old)}, now {_short(new)})"]
 
 

@@ -53,32 +53,106 @@ LOOK_EARLY = 3  # rounds after which a change that loses is given up
 ASK_AGAIN = 5  # times, where the tokens of an answer came in one piece
 ROW_SAMPLES = 4  # whose rows are compared between settings
 QUANTILES = (0.5, 0.9)  # of the tokens of those
-TUNABLE = ("max_prefill_tok", "server_threads", "omp_spin", "huge_pages", "stream_interval", "concurrency", "max_total_tok", "mem_fraction_static", "attention_backend", "custom_all_reduce",
-           "nccl_proto", "nccl_algo", "nccl_min_channels", "nccl_max_channels", "nccl_nvls", "decode_graph_batch")  # fmt: skip
-SAME_SEARCH = (*TUNABLE, "device", "dtype", "tensor_parallel", "context_tok", "threads", "boundaries", "extra_boundaries", "seed", "prompt_set", "generate_responses", "train_samples",
-               "heldout_samples", "max_length", "tune_rounds", "tune_samples", "tune_new_tok", "tune_together")  # fmt: skip
+TUNABLE = (
+    "max_prefill_tok",
+    "server_threads",
+    "omp_spin",
+    "huge_pages",
+    "stream_interval",
+    "concurrency",
+    "max_total_tok",
+    "mem_fraction_static",
+    "attention_backend",
+    "custom_all_reduce",
+    "nccl_proto",
+    "nccl_algo",
+    "nccl_min_channels",
+    "nccl_max_channels",
+    "nccl_nvls",
+    "decode_graph_batch",
+)
+SAME_SEARCH = (
+    *TUNABLE,
+    "device",
+    "dtype",
+    "tensor_parallel",
+    "context_tok",
+    "threads",
+    "boundaries",
+    "extra_boundaries",
+    "seed",
+    "prompt_set",
+    "generate_responses",
+    "train_samples",
+    "heldout_samples",
+    "max_length",
+    "tune_rounds",
+    "tune_samples",
+    "tune_new_tok",
+    "tune_together",
+)
 
 
 def options(config: Config) -> list[tuple[str, object]]:
     """The changes to try from these settings on, in order: those of tune_try, or those that matter on the device. EyasError: not a setting that can be tuned, a wrong value."""
     if config.tune_try:
-        wanted = [(name, value) for part in config.tune_try.split() for name, _, values in [part.partition(":")] for value in values.split(",")]
+        wanted = [
+            (name, value)
+            for part in config.tune_try.split()
+            for name, _, values in [part.partition(":")]
+            for value in values.split(",")
+        ]
     elif config.device == "cpu":
         cores = len(os.sched_getaffinity(0))
-        threads = [n for n in (cores, max(1, cores // 2)) if n != (config.server_threads or config.threads)]
-        wanted = [("stream_interval", 8), ("max_prefill_tok", 2048), ("huge_pages", True), ("concurrency", 2 * config.concurrency), ("omp_spin", 3_000_000),
-                  *(("server_threads", n) for n in threads), ("omp_spin", 0), ("concurrency", max(1, config.concurrency // 2)), ("max_prefill_tok", 4096)]  # fmt: skip
+        threads = [
+            n for n in (cores, max(1, cores // 2)) if n != (config.server_threads or config.threads)
+        ]
+        wanted = [
+            ("stream_interval", 8),
+            ("max_prefill_tok", 2048),
+            ("huge_pages", True),
+            ("concurrency", 2 * config.concurrency),
+            ("omp_spin", 3_000_000),
+            *(("server_threads", n) for n in threads),
+            ("omp_spin", 0),
+            ("concurrency", max(1, config.concurrency // 2)),
+            ("max_prefill_tok", 4096),
+        ]
     else:
-        wanted = [("stream_interval", 8), ("attention_backend", "flashinfer"), ("attention_backend", "fa3"), ("max_prefill_tok", 8192), ("max_prefill_tok", 32768), ("concurrency", 2 * config.concurrency)]
+        wanted = [
+            ("stream_interval", 8),
+            ("attention_backend", "flashinfer"),
+            ("attention_backend", "fa3"),
+            ("max_prefill_tok", 8192),
+            ("max_prefill_tok", 32768),
+            ("concurrency", 2 * config.concurrency),
+        ]
         if config.tensor_parallel > 1:
-            wanted = [("nccl_nvls", True), ("nccl_proto", "LL128"), ("nccl_proto", "LL"), ("nccl_algo", "Ring"), ("nccl_algo", "Tree"), ("nccl_min_channels", 16),
-                      ("nccl_max_channels", 8), ("custom_all_reduce", False), *wanted]  # fmt: skip
+            wanted = [
+                ("nccl_nvls", True),
+                ("nccl_proto", "LL128"),
+                ("nccl_proto", "LL"),
+                ("nccl_algo", "Ring"),
+                ("nccl_algo", "Tree"),
+                ("nccl_min_channels", 16),
+                ("nccl_max_channels", 8),
+                ("custom_all_reduce", False),
+                *wanted,
+            ]
     found = []
     for name, value in wanted:
         if name not in TUNABLE:
-            raise EyasError(f"tune_try names {name!r}", f"settings that leave what is captured as it is: {', '.join(TUNABLE)}", "-p tune_try 'max_prefill_tok:2048,4096 huge_pages:true'")
+            raise EyasError(
+                f"tune_try names {name!r}",
+                f"settings that leave what is captured as it is: {', '.join(TUNABLE)}",
+                "-p tune_try 'max_prefill_tok:2048,4096 huge_pages:true'",
+            )
         if value == "":
-            raise EyasError(f"tune_try gives no value for {name}", f"{name}:VALUE, or several with commas between", "-p tune_try 'max_prefill_tok:2048,4096 huge_pages:true'")
+            raise EyasError(
+                f"tune_try gives no value for {name}",
+                f"{name}:VALUE, or several with commas between",
+                "-p tune_try 'max_prefill_tok:2048,4096 huge_pages:true'",
+            )
         try:
             changed = Config.create(**{**config.__dict__, name: value})  # coerced and checked
         except EyasError:
@@ -95,8 +169,16 @@ def paired_ratio(first: list[float], second: list[float]) -> dict:
     from scipy.stats import t
 
     logs = np.log(second) - np.log(first)  # [rounds]
-    half = float(t.ppf((1 + LEVEL) / 2, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs))) if len(logs) > 1 else math.nan
-    ends = (None, None) if math.isnan(half) else (math.exp(logs.mean() - half), math.exp(logs.mean() + half))
+    half = (
+        float(t.ppf((1 + LEVEL) / 2, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
+        if len(logs) > 1
+        else math.nan
+    )
+    ends = (
+        (None, None)
+        if math.isnan(half)
+        else (math.exp(logs.mean() - half), math.exp(logs.mean() + half))
+    )
     return {"value": math.exp(logs.mean()), "low": ends[0], "high": ends[1], "level": LEVEL}
 
 
@@ -122,10 +204,18 @@ class Rows:
     floor: tuple[float, ...]
 
 
-def moved(states: list[dict[int, torch.Tensor]], others: list[dict[int, torch.Tensor]]) -> tuple[float, ...]:
+def moved(
+    states: list[dict[int, torch.Tensor]], others: list[dict[int, torch.Tensor]]
+) -> tuple[float, ...]:
     """The quantiles of the distance (`eyas.parity.certify`) between rows of the same tokens: the worst boundary counts."""
-    by_boundary = [torch.cat([distance(a[b], o[b]) for a, o in zip(states, others, strict=True)]) for b in states[0]]  # [tokens] each
-    return tuple(max(float(torch.quantile(d.nan_to_num(nan=math.inf), q)) for d in by_boundary) for q in QUANTILES)
+    by_boundary = [
+        torch.cat([distance(a[b], o[b]) for a, o in zip(states, others, strict=True)])
+        for b in states[0]
+    ]  # [tokens] each
+    return tuple(
+        max(float(torch.quantile(d.nan_to_num(nan=math.inf), q)) for d in by_boundary)
+        for q in QUANTILES
+    )
 
 
 class Bench:
@@ -135,11 +225,19 @@ class Bench:
         self.config, self.target, self.samples = config, target, samples
         self.boundaries = boundaries_of(config, target.n_blocks).stored
         self.up: dict[int, tuple[Config, Server]] = {}
-        self.pool = ThreadPoolExecutor(1)  # its thread lives as long as the bench: a tied server dies with the thread that started it
+        self.pool = ThreadPoolExecutor(
+            1
+        )  # its thread lives as long as the bench: a tied server dies with the thread that started it
         self.starting: Future | None = None
 
     def side_config(self, side: int, config: Config) -> Config:
-        return replace(config, run_name=f"{self.config.run_name}-tune-{side}", server_url="", port=0, spool_dir="")
+        return replace(
+            config,
+            run_name=f"{self.config.run_name}-tune-{side}",
+            server_url="",
+            port=0,
+            spool_dir="",
+        )
 
     def server(self, side: int, config: Config) -> Server:
         """The server of this side with these settings, started where it isn't up; fit for capture, and warm. EyasError: it failed, or would lose rows."""
@@ -156,7 +254,9 @@ class Bench:
 
     def ahead(self, side: int, config: Config) -> None:
         """Begin to start the server of this side while the other one is started or asked, where both may be up; `ready` waits for it."""
-        self.starting = self.pool.submit(self.server, side, config) if self.config.tune_together else None
+        self.starting = (
+            self.pool.submit(self.server, side, config) if self.config.tune_together else None
+        )
 
     def ready(self) -> None:
         """EyasError: the server that was begun failed."""
@@ -180,9 +280,16 @@ class Bench:
 
     def prefill(self, server: Server, config: Config, samples: list[Sample]) -> float:
         """Prompt tokens a second, captured. SampleError: rows are missing or not finite."""
-        with httpx.Client(base_url=server.url, timeout=config.request_timeout_s, limits=LIMITS) as client, ThreadPoolExecutor(config.concurrency) as pool:
+        with (
+            httpx.Client(
+                base_url=server.url, timeout=config.request_timeout_s, limits=LIMITS
+            ) as client,
+            ThreadPoolExecutor(config.concurrency) as pool,
+        ):
             started_s = time.perf_counter()
-            for _ in pool.map(lambda s: capture(client, s, self.boundaries, getattr(torch, config.dtype)), samples):
+            for _ in pool.map(
+                lambda s: capture(client, s, self.boundaries, getattr(torch, config.dtype)), samples
+            ):
                 pass
             return sum(len(s.input_ids) for s in samples) / (time.perf_counter() - started_s)
 
@@ -192,27 +299,51 @@ class Bench:
             seen = self._stream(server)
             if len(seen) > 1:
                 return (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
-        raise SampleError(f"all {self.config.tune_new_tok} tokens came in one piece, {ASK_AGAIN} times; raise tune_new_tok")
+        raise SampleError(
+            f"all {self.config.tune_new_tok} tokens came in one piece, {ASK_AGAIN} times; raise tune_new_tok"
+        )
 
     def _stream(self, server: Server) -> list[tuple[float, int]]:
         """(seconds, tokens so far) of each piece of a streamed answer."""
-        body = {"input_ids": self.samples[0].input_ids[:32].tolist(), "stream": True,
-                "sampling_params": {"max_new_tokens": self.config.tune_new_tok, "temperature": 0.0, "ignore_eos": True}}
+        body = {
+            "input_ids": self.samples[0].input_ids[:32].tolist(),
+            "stream": True,
+            "sampling_params": {
+                "max_new_tokens": self.config.tune_new_tok,
+                "temperature": 0.0,
+                "ignore_eos": True,
+            },
+        }
         seen = []
         try:
-            with httpx.Client(base_url=server.url, timeout=self.config.request_timeout_s) as client, client.stream("POST", "/generate", json=body) as answer:
+            with (
+                httpx.Client(base_url=server.url, timeout=self.config.request_timeout_s) as client,
+                client.stream("POST", "/generate", json=body) as answer,
+            ):
                 for line in answer.iter_lines():
                     if line.startswith("data: {"):
-                        seen.append((time.perf_counter(), json.loads(line[6:])["meta_info"]["completion_tokens"]))
+                        seen.append(
+                            (
+                                time.perf_counter(),
+                                json.loads(line[6:])["meta_info"]["completion_tokens"],
+                            )
+                        )
         except (httpx.HTTPError, ValueError, KeyError) as error:
             raise SampleError(f"{type(error).__name__} while decoding") from None
         if not seen or seen[-1][1] != self.config.tune_new_tok:
-            raise SampleError(f"{seen[-1][1] if seen else 0} of {self.config.tune_new_tok} tokens came")
+            raise SampleError(
+                f"{seen[-1][1] if seen else 0} of {self.config.tune_new_tok} tokens came"
+            )
         return seen
 
     def rows(self, server: Server, config: Config) -> Rows:
         samples, dtype = self.samples[:ROW_SAMPLES], getattr(torch, config.dtype)
-        with httpx.Client(base_url=server.url, timeout=config.request_timeout_s, limits=LIMITS) as client, ThreadPoolExecutor(len(samples)) as pool:
+        with (
+            httpx.Client(
+                base_url=server.url, timeout=config.request_timeout_s, limits=LIMITS
+            ) as client,
+            ThreadPoolExecutor(len(samples)) as pool,
+        ):
             together = list(pool.map(lambda s: capture(client, s, self.boundaries, dtype), samples))
             alone = [capture(client, s, self.boundaries, dtype) for s in samples]
         return Rows(together, moved(together, alone))
@@ -231,7 +362,9 @@ class Search:
     def known(self, kind: str, kept: dict, tried: dict) -> Path:
         return self.folder / f"{kind}-{sha256_json([kept, tried])[:16]}.json"
 
-    def trial(self, kind: str, kept: dict, tried: dict, noise: dict[str, float] | None = None) -> dict:
+    def trial(
+        self, kind: str, kept: dict, tried: dict, noise: dict[str, float] | None = None
+    ) -> dict:
         """The record of `tried` against `kept` (settings that differ from the profile's), read or made. A trial that was cut short is made again."""
         path = self.known(kind, kept, tried)
         if path.is_file():
@@ -241,7 +374,14 @@ class Search:
                     self.records.append(record)
                     return record
         started_s = time.monotonic()
-        record = {"kind": kind, "kept": kept, "tried": tried, "began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "state": "", "reason": ""}
+        record = {
+            "kind": kind,
+            "kept": kept,
+            "tried": tried,
+            "began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "state": "",
+            "reason": "",
+        }
         first, second = (replace(self.config, **changes) for changes in (kept, tried))
         if kind != "change":
             self.bench.close()  # new servers for both
@@ -252,20 +392,29 @@ class Search:
                 self.bench.ready()
                 measured, rows = self._measure(first, second, reference, early=kind == "change")
             except (SampleError, EyasError) as error:
-                if kind != "change" or not self.bench.alive(self.side):  # then the fault isn't the change's
+                if kind != "change" or not self.bench.alive(
+                    self.side
+                ):  # then the fault isn't the change's
                     raise
                 self.bench.down(1 - self.side)
                 record |= {"state": "refused", "reason": getattr(error, "found", str(error))[:2000]}
             else:
                 ratios = {m: paired_ratio(*measured[m]) for m in MEASURES}
-                record |= {"rows": rows} | {m: {"kept": measured[m][0], "tried": measured[m][1], "ratio": ratios[m]} for m in MEASURES}
+                record |= {"rows": rows} | {
+                    m: {"kept": measured[m][0], "tried": measured[m][1], "ratio": ratios[m]}
+                    for m in MEASURES
+                }
                 if kind == "noise":
                     record["state"] = "noise"
                 else:
                     good, why = verdict(ratios, noise)
                     record |= {"state": "kept" if good else "not kept", "reason": why}
         except SampleError as error:
-            raise EyasError(f"a server with the settings {json.dumps(kept)} failed: {error}", "rows and tokens of every request", "python -m eyas server up, with the same settings, then the log") from None
+            raise EyasError(
+                f"a server with the settings {json.dumps(kept)} failed: {error}",
+                "rows and tokens of every request",
+                "python -m eyas server up, with the same settings, then the log",
+            ) from None
         record["seconds"] = time.monotonic() - started_s
         write_json(path, seal(record))
         self.records.append(record)
@@ -277,7 +426,9 @@ class Search:
             self.rows = (config, self.bench.rows(server, config))
         return self.rows[1]
 
-    def _measure(self, first: Config, second: Config, reference: Rows, early: bool) -> tuple[dict, dict]:
+    def _measure(
+        self, first: Config, second: Config, reference: Rows, early: bool
+    ) -> tuple[dict, dict]:
         """measure -> (rates of the first, of the second), a number a round, and how far the second's rows are from the first's. SampleError where they differ."""
         bench, rates, rows = self.bench, {m: ([], []) for m in MEASURES}, None
         for n in range(self.config.tune_rounds):
@@ -288,7 +439,11 @@ class Search:
                     rows = _check_rows(reference, bench.rows(server, config), config)
                 rates["prefill"][which].append(bench.prefill(server, config, bench.samples))
                 rates["decode"][which].append(bench.decode(server))
-            if early and n + 1 == LOOK_EARLY and any(paired_ratio(*rates[m])["high"] < 1 for m in MEASURES):
+            if (
+                early
+                and n + 1 == LOOK_EARLY
+                and any(paired_ratio(*rates[m])["high"] < 1 for m in MEASURES)
+            ):
                 break
         return rates, rows
 
@@ -299,7 +454,9 @@ class Search:
         print(line(first), flush=True)
         noise, kept = {m: noise_bound(first[m]["ratio"]) for m in MEASURES}, {}
         walked = set()  # what was tried over what, in an earlier pass
-        been = [{}]  # never back to what was left for something better: two settings that only noise tells apart would go round for ever
+        been = [
+            {}
+        ]  # never back to what was left for something better: two settings that only noise tells apart would go round for ever
         while True:
             before = dict(kept)
             for name, value in options(config):
@@ -310,10 +467,15 @@ class Search:
                 walked.add(path)
                 if not path.is_file():  # one that was made costs nothing
                     changes = [r for r in self.records if r["kind"] == "change"]
-                    spent, longest = sum(r["seconds"] for r in self.records), max(r["seconds"] for r in self.records)
+                    spent, longest = (
+                        sum(r["seconds"] for r in self.records),
+                        max(r["seconds"] for r in self.records),
+                    )
                     if len(changes) >= config.tune_trials:
                         return kept, noise, f"{config.tune_trials} trials made (tune_trials)"
-                    if spent + longest * (2 if kept else 1) > 60 * config.tune_minutes:  # the next one, and the confirmation
+                    if (
+                        spent + longest * (2 if kept else 1) > 60 * config.tune_minutes
+                    ):  # the next one, and the confirmation
                         return kept, noise, f"{config.tune_minutes:g} minutes spent (tune_minutes)"
                 record = self.trial("change", kept, tried, noise)
                 print(line(record), flush=True)
@@ -327,9 +489,14 @@ class Search:
 def _check_rows(reference: Rows, found: Rows, config: Config) -> dict:
     """How far rows under other settings are from the reference's. SampleError where that is more than FLOORS times what another batch alone does (at least a step of the format)."""
     step = torch.finfo(getattr(torch, config.dtype)).eps
-    distances, limits = moved(found.states, reference.states), tuple(FLOORS * max(floor, step) for floor in reference.floor)
+    distances, limits = (
+        moved(found.states, reference.states),
+        tuple(FLOORS * max(floor, step) for floor in reference.floor),
+    )
     if any(not d <= limit for d, limit in zip(distances, limits)):
-        raise SampleError(f"captured rows differ: distance {distances[0]:.4f} (median), {distances[1]:.4f} (90 % of tokens), where another batch allows {limits[0]:.4f}, {limits[1]:.4f}")
+        raise SampleError(
+            f"captured rows differ: distance {distances[0]:.4f} (median), {distances[1]:.4f} (90 % of tokens), where another batch allows {limits[0]:.4f}, {limits[1]:.4f}"
+        )
     return {"distance": distances, "limit": limits}
 
 
@@ -346,7 +513,11 @@ def _alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise EyasError(f"run {folder.parent.name!r} is being tuned already", "one search at a time", "wait for it, or end it") from None
+            raise EyasError(
+                f"run {folder.parent.name!r} is being tuned already",
+                "one search at a time",
+                "wait for it, or end it",
+            ) from None
         yield
 
 
@@ -356,21 +527,49 @@ def tune(config: Config, target: Target, prompts: PromptSet) -> dict:
     EyasError: the profile's own server fails, the search in that folder was begun with other settings, it is going on elsewhere.
     """
     if config.server_url:
-        raise EyasError(f"server_url = {config.server_url!r} names a server that runs already", "an empty one: tuning starts servers of its own", "-p server_url ''")
+        raise EyasError(
+            f"server_url = {config.server_url!r} names a server that runs already",
+            "an empty one: tuning starts servers of its own",
+            "-p server_url ''",
+        )
     options(config)  # what is wrong with them is said before a server starts
     tokenizer = target.tokenizer()
-    samples = [encode(c, tokenizer, config.max_length) for c in chosen(config, prompts)[: config.tune_samples]]
+    samples = [
+        encode(c, tokenizer, config.max_length)
+        for c in chosen(config, prompts)[: config.tune_samples]
+    ]
     if not samples:
-        raise EyasError(f"no conversation of {prompts.path.name} is asked for", "train_samples or heldout_samples to find some", "python -m eyas prompts show")
+        raise EyasError(
+            f"no conversation of {prompts.path.name} is asked for",
+            "train_samples or heldout_samples to find some",
+            "python -m eyas prompts show",
+        )
     identity = {name: getattr(config, name) for name in SAME_SEARCH}
-    identity |= {"boundaries": boundaries_of(config, target.n_blocks).feeding, "target": target.fingerprint, "sglang": importlib.metadata.version("sglang"), "cores": len(os.sched_getaffinity(0))}
+    identity |= {
+        "boundaries": boundaries_of(config, target.n_blocks).feeding,
+        "target": target.fingerprint,
+        "sglang": importlib.metadata.version("sglang"),
+        "cores": len(os.sched_getaffinity(0)),
+    }
     identity = json.loads(json.dumps(identity))
     with _alone(config.tune_dir):
         path = config.tune_dir / "search.json"
-        begun = read_json(path) if path.is_file() and any(config.tune_dir.glob("noise-*.json")) else identity  # without a trial nothing was begun
-        different = [f"{name} = {begun.get(name)!r}, now {identity[name]!r}" for name in identity if begun.get(name) != identity[name]]
+        begun = (
+            read_json(path)
+            if path.is_file() and any(config.tune_dir.glob("noise-*.json"))
+            else identity
+        )  # without a trial nothing was begun
+        different = [
+            f"{name} = {begun.get(name)!r}, now {identity[name]!r}"
+            for name in identity
+            if begun.get(name) != identity[name]
+        ]
         if different:
-            raise EyasError(f"the search of run {config.run_name!r} was begun with {'; '.join(different)}", "the same again", f"python -m eyas data rm {config.run_name} --part tune --yes, then begin anew")
+            raise EyasError(
+                f"the search of run {config.run_name!r} was begun with {'; '.join(different)}",
+                "the same again",
+                f"python -m eyas data rm {config.run_name} --part tune --yes, then begin anew",
+            )
         write_json(path, identity)
         search = Search(config, target, samples)
         try:
@@ -387,10 +586,16 @@ def tune(config: Config, target: Target, prompts: PromptSet) -> dict:
     return result
 
 
-def _result(search: Search, kept: dict, noise: dict[str, float], ended: str, confirmed: dict | None) -> dict:
+def _result(
+    search: Search, kept: dict, noise: dict[str, float], ended: str, confirmed: dict | None
+) -> dict:
     changes = [r for r in search.records if r["kind"] == "change"]
     first = search.records[0]
-    unchanged = [r for r in [*changes, *([confirmed] if confirmed else [])] if not r["kept"] and "prefill" in r]
+    unchanged = [
+        r
+        for r in [*changes, *([confirmed] if confirmed else [])]
+        if not r["kept"] and "prefill" in r
+    ]
     last = unchanged[-1] if unchanged else None
     measured = {
         m: {
@@ -398,24 +603,46 @@ def _result(search: Search, kept: dict, noise: dict[str, float], ended: str, con
             "tuned": float(np.median(confirmed[m]["tried"])) if confirmed else None,
             "ratio": confirmed[m]["ratio"] if confirmed else None,
             "noise": noise[m],
-            "drift": float(np.median(last[m]["kept"]) / np.median(first[m]["kept"])) if last else None,  # of the profile's own settings, from begin to end
+            "drift": float(np.median(last[m]["kept"]) / np.median(first[m]["kept"]))
+            if last
+            else None,  # of the profile's own settings, from begin to end
         }
         for m in MEASURES
     }
     return {
-        "run_name": search.config.run_name, "kept": kept, "helped": bool(confirmed) and confirmed["state"] == "kept", "measured": measured, "ended": ended,
-        "trials": search.records, "seconds": sum(r["seconds"] for r in search.records), "device": search.config.device, "cores": len(os.sched_getaffinity(0)),
-        "sglang": importlib.metadata.version("sglang"), "target": search.bench.target.name,
+        "run_name": search.config.run_name,
+        "kept": kept,
+        "helped": bool(confirmed) and confirmed["state"] == "kept",
+        "measured": measured,
+        "ended": ended,
+        "trials": search.records,
+        "seconds": sum(r["seconds"] for r in search.records),
+        "device": search.config.device,
+        "cores": len(os.sched_getaffinity(0)),
+        "sglang": importlib.metadata.version("sglang"),
+        "target": search.bench.target.name,
     }
 
 
 def profile_text(config: Config, result: dict) -> str:
     """A profile with the settings that helped: a YAML file that --profile takes, what was measured on top."""
-    values = {f.name: getattr(config, f.name) for f in fields(config) if getattr(config, f.name) != f.default and not f.name.startswith("tune_")} | result["kept"]
-    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-    head = [f"# Run {config.run_name} with the server settings that `python -m eyas tune` kept, measured on {result['cores']} CPU cores, device {result['device']}, SGLang {result['sglang']}:",
-            *(f"# {sentence}" for sentence in _gains(result)),
-            "# Changed: " + ", ".join(f"{name} {getattr(config, name)!r} -> {value!r}" for name, value in result["kept"].items())]  # fmt: skip
+    values = {
+        f.name: getattr(config, f.name)
+        for f in fields(config)
+        if getattr(config, f.name) != f.default and not f.name.startswith("tune_")
+    } | result["kept"]
+    values = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
+    }
+    head = [
+        f"# Run {config.run_name} with the server settings that `python -m eyas tune` kept, measured on {result['cores']} CPU cores, device {result['device']}, SGLang {result['sglang']}:",
+        *(f"# {sentence}" for sentence in _gains(result)),
+        "# Changed: "
+        + ", ".join(
+            f"{name} {getattr(config, name)!r} -> {value!r}"
+            for name, value in result["kept"].items()
+        ),
+    ]
     return "\n".join(head) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
@@ -431,7 +658,12 @@ def find_result(config: Config) -> dict | None:
 def line(record: dict) -> str:
     """One trial, in a line."""
     ratios = "".join(f" {m} {interval_text(record[m]['ratio'])}," for m in MEASURES if m in record)
-    return f"{trial_name(record)}:{ratios}" + f" {record['state']}" * (record["kind"] != "noise") + f" ({why(record)})" * bool(record["reason"]) + f" {record['seconds']:.0f} s"
+    return (
+        f"{trial_name(record)}:{ratios}"
+        + f" {record['state']}" * (record["kind"] != "noise")
+        + f" ({why(record)})" * bool(record["reason"])
+        + f" {record['seconds']:.0f} s"
+    )
 
 
 def why(record: dict) -> str:
@@ -443,17 +675,30 @@ def why(record: dict) -> str:
 def trial_name(record: dict) -> str:
     """What a trial changed over what was kept before it."""
     if record["kind"] != "change":
-        return "the same settings twice" if record["kind"] == "noise" else "all that was kept, in new servers"
-    changed = {name: value for name, value in record["tried"].items() if record["kept"].get(name) != value}
+        return (
+            "the same settings twice"
+            if record["kind"] == "noise"
+            else "all that was kept, in new servers"
+        )
+    changed = {
+        name: value for name, value in record["tried"].items() if record["kept"].get(name) != value
+    }
     changed |= {name: "as the profile" for name in record["kept"] if name not in record["tried"]}
-    return ", ".join(f"{name} {str(value).lower() if isinstance(value, bool) else value}" for name, value in changed.items())
+    return ", ".join(
+        f"{name} {str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in changed.items()
+    )
 
 
 def _gains(result: dict) -> list[str]:
     lines = []
     for m, r in result["measured"].items():
         drift = f"; drift of the baseline {r['drift']:.3f}" if r["drift"] else ""
-        gain = f"{r['baseline']:,.1f} tok/s" if r["ratio"] is None else f"{r['baseline']:,.1f} -> {r['tuned']:,.1f} tok/s, ratio {interval_text(r['ratio'])}"
+        gain = (
+            f"{r['baseline']:,.1f} tok/s"
+            if r["ratio"] is None
+            else f"{r['baseline']:,.1f} -> {r['tuned']:,.1f} tok/s, ratio {interval_text(r['ratio'])}"
+        )
         lines.append(f"{m}: {gain}; equals differ by up to a factor of {r['noise']:.3f}{drift}")
     return lines
 
@@ -462,11 +707,26 @@ def summary(result: dict) -> str:
     """The answer, for a terminal and for the notebook."""
     tried = [r for r in result["trials"] if r["kind"] == "change"]
     refused = sum(r["state"] == "refused" for r in tried)
-    answer = f"Kept: {', '.join(f'{name} {value}' for name, value in result['kept'].items())}." if result["helped"] else "No setting helped."
+    answer = (
+        f"Kept: {', '.join(f'{name} {value}' for name, value in result['kept'].items())}."
+        if result["helped"]
+        else "No setting helped."
+    )
     if result["kept"] and not result["helped"]:
-        answer += f" ({', '.join(result['kept'])} looked better in its trial and was not confirmed.)"
-    more = "" if result["ended"] == "everything tried" else "; the same command with more of them goes on"
-    return "\n".join([f"{answer} {len(tried)} changes tried{f', {refused} refused' if refused else ''}, {result['seconds'] / 60:.1f} minutes; ended: {result['ended']}{more}.", *_gains(result)])
+        answer += (
+            f" ({', '.join(result['kept'])} looked better in its trial and was not confirmed.)"
+        )
+    more = (
+        ""
+        if result["ended"] == "everything tried"
+        else "; the same command with more of them goes on"
+    )
+    return "\n".join(
+        [
+            f"{answer} {len(tried)} changes tried{f', {refused} refused' if refused else ''}, {result['seconds'] / 60:.1f} minutes; ended: {result['ended']}{more}.",
+            *_gains(result),
+        ]
+    )
 
 
 def how_to_tune(config: Config) -> str:
@@ -481,14 +741,30 @@ def tuned_profile(config: Config) -> str:
 
 def gains_table(result: dict) -> pd.DataFrame:
     """Baseline against tuned, a row for each measure."""
-    rows = [{"measure": m, "baseline, tok/s": f"{r['baseline']:,.1f}", "tuned, tok/s": f"{r['tuned']:,.1f}" if r["tuned"] else "-", "ratio": interval_text(r["ratio"]) if r["ratio"] else "-",
-             "equals differ by up to": f"{r['noise']:.3f}", "baseline, end / begin": f"{r['drift']:.3f}" if r["drift"] else "-"} for m, r in result["measured"].items()]  # fmt: skip
+    rows = [
+        {
+            "measure": m,
+            "baseline, tok/s": f"{r['baseline']:,.1f}",
+            "tuned, tok/s": f"{r['tuned']:,.1f}" if r["tuned"] else "-",
+            "ratio": interval_text(r["ratio"]) if r["ratio"] else "-",
+            "equals differ by up to": f"{r['noise']:.3f}",
+            "baseline, end / begin": f"{r['drift']:.3f}" if r["drift"] else "-",
+        }
+        for m, r in result["measured"].items()
+    ]
     return pd.DataFrame(rows)
 
 
 def trials_table(result: dict) -> pd.DataFrame:
     """Every trial: what was changed over what had been kept, the two ratios as intervals (None where it was refused), and what became of it."""
-    return pd.DataFrame([
-        {"change": trial_name(r), **{m: r[m]["ratio"] if m in r else None for m in MEASURES}, "outcome": r["state"], "why": why(r) if r["reason"] else ""}
-        for r in result["trials"]
-    ])  # fmt: skip
+    return pd.DataFrame(
+        [
+            {
+                "change": trial_name(r),
+                **{m: r[m]["ratio"] if m in r else None for m in MEASURES},
+                "outcome": r["state"],
+                "why": why(r) if r["reason"] else "",
+            }
+            for r in result["trials"]
+        ]
+    )

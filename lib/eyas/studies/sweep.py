@@ -54,7 +54,9 @@ from eyas.report.run import NOTEBOOKS, is_alive, now, plain, this_process, versi
 NOTEBOOK = NOTEBOOKS / "sweep_training.ipynb"
 TMP_LETTERS = 14  # of a folder for Ray's sockets: their paths may have 107
 STARTS = 4  # tries
-OBJECT_STORE_BYTES = 80 * 2**20  # about the least that Ray takes; nothing but a few words goes through it
+OBJECT_STORE_BYTES = (
+    80 * 2**20
+)  # about the least that Ray takes; nothing but a few words goes through it
 NO_INFLUENCE = {"run_name", "member", "checkpoint_steps", "keep_checkpoints"}  # on what is learnt
 
 
@@ -69,7 +71,10 @@ class Member:
     identity: dict[str, Any]
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {' '.join(map(str, value)) if isinstance(value, (tuple, list)) else value}" for name, value in self.settings.items())
+        return ", ".join(
+            f"{name} {' '.join(map(str, value)) if isinstance(value, (tuple, list)) else value}"
+            for name, value in self.settings.items()
+        )
 
     @property
     def notebook(self) -> Path:
@@ -83,8 +88,16 @@ class Member:
     def record(self) -> dict:
         """run.json; a training whose process is gone without a word was interrupted."""
         path = self.folder / "run.json"
-        record = read_json(path) if path.is_file() else {"state": "not run", "process": None, "exception": None, "duration_s": None}
-        return record | {"state": "interrupted"} if record["state"] == "running" and not is_alive(record) else record
+        record = (
+            read_json(path)
+            if path.is_file()
+            else {"state": "not run", "process": None, "exception": None, "duration_s": None}
+        )
+        return (
+            record | {"state": "interrupted"}
+            if record["state"] == "running" and not is_alive(record)
+            else record
+        )
 
     @property
     def finished(self) -> bool:
@@ -93,13 +106,21 @@ class Member:
     def counts(self) -> pd.DataFrame:
         """As `eyas.evaluation.offline.walk` gives them. EyasError where the training is not finished."""
         if not self.finished:
-            raise EyasError(f"the training with {self} is not finished", "one that is", "python -m eyas sweep")
+            raise EyasError(
+                f"the training with {self} is not finished", "one that is", "python -m eyas sweep"
+            )
         return read_parquet(self.counts_path)
 
     def problem(self) -> str:
         """What went wrong, in one line; '' where nothing did."""
         found = self.record["exception"]
-        return "" if self.finished or not found else f"{found['ename']}: {found['evalue']}" if found["ename"] else found["kind"]
+        return (
+            ""
+            if self.finished or not found
+            else f"{found['ename']}: {found['evalue']}"
+            if found["ename"]
+            else found["kind"]
+        )
 
 
 class Sweep:
@@ -111,7 +132,13 @@ class Sweep:
     def __init__(self, config: Config, store, notebook: Path = NOTEBOOK):
         self.config, self.store, self.path = config, store, notebook
         self._declared = declared_parameters(notebook)
-        self._notebook_code = sha256_json([c["source"] for c in read_json(notebook)["cells"] if c["cell_type"] == "code" and "parameters" not in c["metadata"].get("tags", [])])
+        self._notebook_code = sha256_json(
+            [
+                c["source"]
+                for c in read_json(notebook)["cells"]
+                if c["cell_type"] == "code" and "parameters" not in c["metadata"].get("tags", [])
+            ]
+        )
         self._lock: IO | None = None
         self._ray = None
         self._before: list[psutil.Process] = []  # this process's children that are not Ray's
@@ -125,7 +152,11 @@ class Sweep:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._lock.close()
-            raise EyasError(f"a sweep of run {self.config.run_name!r} is going on", "one at a time", "wait for it, or take another -p run_name") from None
+            raise EyasError(
+                f"a sweep of run {self.config.run_name!r} is going on",
+                "one at a time",
+                "wait for it, or take another -p run_name",
+            ) from None
         return self
 
     def __exit__(self, *_) -> None:
@@ -138,10 +169,22 @@ class Sweep:
         """The training with these settings on top of the sweep's. EyasError: one that Config refuses, or that the notebook does not declare."""
         unknown = sorted(set(settings) - set(self._declared))
         if unknown:
-            raise EyasError(f"{self.path.name} does not declare the setting {', '.join(unknown)}", "a name in its parameters cell")
-        config = Config.create(**{name: getattr(self.config, name) for name in self._declared} | {"threads": self.config.sweep_threads} | settings)
+            raise EyasError(
+                f"{self.path.name} does not declare the setting {', '.join(unknown)}",
+                "a name in its parameters cell",
+            )
+        config = Config.create(
+            **{name: getattr(self.config, name) for name in self._declared}
+            | {"threads": self.config.sweep_threads}
+            | settings
+        )
         parameters = {name: plain(getattr(config, name)) for name in self._declared}
-        identity = {"notebook": self._notebook_code, "parameters": {n: v for n, v in parameters.items() if n not in NO_INFLUENCE}, "store": self.store.identity, "code": code_hash()}
+        identity = {
+            "notebook": self._notebook_code,
+            "parameters": {n: v for n, v in parameters.items() if n not in NO_INFLUENCE},
+            "store": self.store.identity,
+            "code": code_hash(),
+        }
         id = sha256_json(identity)[:16]
         folder = replace(self.config, member=id).out_dir
         return Member(id, folder, settings, parameters | {"member": id}, identity)
@@ -149,36 +192,76 @@ class Sweep:
     def run(self, variants: Iterable[dict[str, Any]]) -> list[Member]:
         """Train all of them, `sweep_parallel` at a time, but for those that are finished; gives them in the order asked. What failed says so in its record."""
         members = [self.member(settings) for settings in variants]
-        todo = {member.id: member for member in members if not member.finished}  # one that is asked for twice is trained once
+        todo = {
+            member.id: member for member in members if not member.finished
+        }  # one that is asked for twice is trained once
         if todo:
             self._train(list(todo.values()), len({member.id for member in members}))
         return members
 
     def _train(self, waiting: list[Member], total: int) -> None:
         ray = self._start_ray()
-        task = ray.remote(train_member).options(num_cpus=self.config.sweep_threads, num_gpus=1 if self.config.device == "cuda" else 0, max_retries=0)
+        task = ray.remote(train_member).options(
+            num_cpus=self.config.sweep_threads,
+            num_gpus=1 if self.config.device == "cuda" else 0,
+            max_retries=0,
+        )
         going: dict[Any, Member] = {}
         with Progress(total, "trainings") as progress:
-            progress.update(samples=total - len(waiting), note="finished before" if total > len(waiting) else "")
+            progress.update(
+                samples=total - len(waiting), note="finished before" if total > len(waiting) else ""
+            )
             while waiting or going:
                 while waiting and len(going) < self.config.sweep_parallel:
                     member = waiting.pop(0)
-                    going[task.remote(str(self.path), str(member.folder), member.parameters, self._record(member), str(data_dir()))] = member
+                    going[
+                        task.remote(
+                            str(self.path),
+                            str(member.folder),
+                            member.parameters,
+                            self._record(member),
+                            str(data_dir()),
+                        )
+                    ] = member
                 done, _ = ray.wait(list(going), timeout=1.0)
                 progress.update()
                 for reference in done:
                     member = going.pop(reference)
                     try:
                         ray.get(reference)
-                    except ray.exceptions.RayError as error:  # a worker that was killed, a machine that is gone
+                    except (
+                        ray.exceptions.RayError
+                    ) as error:  # a worker that was killed, a machine that is gone
                         text = str(error).strip().splitlines()
-                        failure = {"kind": f"the Ray worker that ran it ended ({type(error).__name__})", "ename": "", "evalue": "", "lines": text[-15:]}
-                        _write_record(member.folder, self._record(member) | {"state": "failed", "return_code": -1, "exception": failure})
+                        failure = {
+                            "kind": f"the Ray worker that ran it ended ({type(error).__name__})",
+                            "ename": "",
+                            "evalue": "",
+                            "lines": text[-15:],
+                        }
+                        _write_record(
+                            member.folder,
+                            self._record(member)
+                            | {"state": "failed", "return_code": -1, "exception": failure},
+                        )
                     ok = member.finished
-                    progress.update(samples=ok, errors=not ok, note=f"{member}: {'ok' if ok else member.problem() or member.record['state']}"[:100])
+                    progress.update(
+                        samples=ok,
+                        errors=not ok,
+                        note=f"{member}: {'ok' if ok else member.problem() or member.record['state']}"[
+                            :100
+                        ],
+                    )
 
     def _record(self, member: Member) -> dict:
-        return {"id": member.id, "settings": {n: plain(v) for n, v in member.settings.items()}, "identity": member.identity, "state": "waiting", "return_code": None, "exception": None}
+        return {
+            "id": member.id,
+            "settings": {n: plain(v) for n, v in member.settings.items()},
+            "identity": member.identity,
+            "state": "waiting",
+            "return_code": None,
+            "exception": None,
+        }
 
     # ---- Ray
 
@@ -189,8 +272,14 @@ class Sweep:
         address = self.config.ray_address
         if not address:
             # Ray reads its own words for "this machine alone" as any address that reaches this machine, but for this switch, which only sounds like another system's.
-            os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-            folder = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) <= TMP_LETTERS else "/tmp")
+            os.environ |= {
+                "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+                "RAY_AUTH_MODE": "token",
+                "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            }
+            folder = Path(
+                tempfile.gettempdir() if len(tempfile.gettempdir()) <= TMP_LETTERS else "/tmp"
+            )
             for left in folder.glob("eyas-ray-*"):  # of a sweep that was killed
                 if not psutil.pid_exists(int(left.name.split("-")[2])):
                     shutil.rmtree(left, ignore_errors=True)
@@ -206,27 +295,45 @@ class Sweep:
             try:
                 ray.init(address=address, **quiet)
             except (ConnectionError, ValueError, RuntimeError) as error:
-                raise EyasError(f"no Ray cluster answers at ray_address {address!r} ({' '.join(str(error).split())[:120]})", "HOST:PORT of one that runs", "ray status; or -p ray_address ''") from None
+                raise EyasError(
+                    f"no Ray cluster answers at ray_address {address!r} ({' '.join(str(error).split())[:120]})",
+                    "HOST:PORT of one that runs",
+                    "ray status; or -p ray_address ''",
+                ) from None
         else:
             self._watcher = processes.watch()
             self._before = psutil.Process().children(recursive=True)
             for more in reversed(range(STARTS)):
                 try:
-                    ray.init(address="local", num_cpus=self.config.sweep_parallel * self.config.sweep_threads, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
-                             _temp_dir=str(self._temporary), **quiet)
+                    ray.init(
+                        address="local",
+                        num_cpus=self.config.sweep_parallel * self.config.sweep_threads,
+                        include_dashboard=False,
+                        object_store_memory=OBJECT_STORE_BYTES,
+                        _temp_dir=str(self._temporary),
+                        **quiet,
+                    )
                     break
                 except Exception as error:  # Ray has no class of its own for it, and gives its processes 30 s, which a busy machine may not
                     self._shut_down(ray)
                     if "timed out during startup" not in str(error):
                         raise
                     if not more:
-                        raise EyasError(f"Ray did not start in {STARTS} times 30 s", "a machine with a core to spare", "python -m eyas sweep, when it is less busy") from None
+                        raise EyasError(
+                            f"Ray did not start in {STARTS} times 30 s",
+                            "a machine with a core to spare",
+                            "python -m eyas sweep, when it is less busy",
+                        ) from None
         self._ray = ray
         return ray
 
     def _shut_down(self, ray) -> None:
         """Ray, and on this machine also what it and its workers started, which end by themselves when their parents are gone."""
-        started = [] if self.config.ray_address else [p for p in psutil.Process().children(recursive=True) if p not in self._before]
+        started = (
+            []
+            if self.config.ray_address
+            else [p for p in psutil.Process().children(recursive=True) if p not in self._before]
+        )
         ray.shutdown()
         for process in processes.still_running(started, 15.0):
             process.kill()
@@ -249,10 +356,18 @@ def train_member(notebook: str, folder: str, parameters: dict, record: dict, dat
     os.environ |= {"EYAS_DATA": data, "OMP_NUM_THREADS": str(parameters["threads"])}
     folder = Path(folder)
     before = folder / "run.json"
-    while before.is_file() and is_alive(read_json(before)):  # of a sweep that was killed a moment ago: it ends when it notices
+    while before.is_file() and is_alive(
+        read_json(before)
+    ):  # of a sweep that was killed a moment ago: it ends when it notices
         time.sleep(0.2)
     (folder / "counts.parquet").unlink(missing_ok=True)
-    record |= {"state": "running", "started": now(), "duration_s": None, "git": git_state(), "versions": versions()}
+    record |= {
+        "state": "running",
+        "started": now(),
+        "duration_s": None,
+        "git": git_state(),
+        "versions": versions(),
+    }
     started_s = time.monotonic()
 
     def wait(child) -> None:
@@ -261,12 +376,27 @@ def train_member(notebook: str, folder: str, parameters: dict, record: dict, dat
 
     code, problem = execute(Path(notebook), folder / "notebook.ipynb", parameters, wait=wait)
     if not problem and not (folder / "counts.parquet").is_file():
-        code, problem = -1, {"kind": "the notebook kept no counts", "ename": "", "evalue": "", "lines": []}
-    _write_record(folder, record | {"state": "failed" if problem else "ok", "return_code": code, "exception": problem, "duration_s": round(time.monotonic() - started_s, 1)})
+        code, problem = (
+            -1,
+            {"kind": "the notebook kept no counts", "ename": "", "evalue": "", "lines": []},
+        )
+    _write_record(
+        folder,
+        record
+        | {
+            "state": "failed" if problem else "ok",
+            "return_code": code,
+            "exception": problem,
+            "duration_s": round(time.monotonic() - started_s, 1),
+        },
+    )
 
 
 def _write_record(folder: Path, record: dict) -> None:
-    write_json(folder / "run.json", {"process": None, "duration_s": None} | pages.without_machine_paths(record))
+    write_json(
+        folder / "run.json",
+        {"process": None, "duration_s": None} | pages.without_machine_paths(record),
+    )
 
 
 def keep(config: Config, counts: pd.DataFrame) -> Path:
@@ -276,8 +406,14 @@ def keep(config: Config, counts: pd.DataFrame) -> Path:
     """
     asked = config.out_dir / "run.json"
     if asked.is_file() and read_json(asked)["identity"]["code"] != code_hash():
-        raise EyasError("trainer, drafter or walk were edited while the sweep ran", "the code that it began with", "python -m eyas sweep, which trains anew what the new code changes")
-    path = write_atomic(config.out_dir / "counts.parquet", lambda path: counts.to_parquet(path, index=False))
+        raise EyasError(
+            "trainer, drafter or walk were edited while the sweep ran",
+            "the code that it began with",
+            "python -m eyas sweep, which trains anew what the new code changes",
+        )
+    path = write_atomic(
+        config.out_dir / "counts.parquet", lambda path: counts.to_parquet(path, index=False)
+    )
     for name in ("checkpoints", "tensorboard"):
         shutil.rmtree(config.drafter_dir / name, ignore_errors=True)
     (config.drafter_dir / "best.safetensors").unlink(missing_ok=True)
@@ -290,10 +426,25 @@ def gather(members: dict[str, list[Member]]) -> tuple[pd.DataFrame, pd.DataFrame
     runs, counts = [], []
     for name, group in members.items():
         for member in group:
-            settings = {key: " ".join(map(str, value)) if isinstance(value, (tuple, list)) else value for key, value in member.settings.items()}
+            settings = {
+                key: " ".join(map(str, value)) if isinstance(value, (tuple, list)) else value
+                for key, value in member.settings.items()
+            }
             record = member.record
-            notebook = str(member.notebook.relative_to(data_dir())) if member.notebook.is_file() else ""
-            runs.append({"name": name, **settings, "training": member.id, "state": record["state"], "minutes": (record["duration_s"] or 0) / 60, "problem": member.problem(), "notebook": notebook})
+            notebook = (
+                str(member.notebook.relative_to(data_dir())) if member.notebook.is_file() else ""
+            )
+            runs.append(
+                {
+                    "name": name,
+                    **settings,
+                    "training": member.id,
+                    "state": record["state"],
+                    "minutes": (record["duration_s"] or 0) / 60,
+                    "problem": member.problem(),
+                    "notebook": notebook,
+                }
+            )
             if member.finished:
                 counts.append(member.counts().assign(name=name, **settings, training=member.id))
     return pd.DataFrame(runs), pd.concat(counts, ignore_index=True) if counts else pd.DataFrame()
@@ -318,13 +469,24 @@ def code_hash() -> str:
     )
 
     training = (attention, batch, head_loss, losses, operators, schedule, steps, trainer, ttt)
-    parts = (drafter, mixture, *training, vocab, offline, offline.position_counts, offline.response_start)
+    parts = (
+        drafter,
+        mixture,
+        *training,
+        vocab,
+        offline,
+        offline.position_counts,
+        offline.response_start,
+    )
     return sha256_json([_without_words(inspect.getsource(part)) for part in parts])
 
 
 def _without_words(source: str) -> str:
     tree = ast.parse(textwrap.dedent(source))
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, clean=False) is not None:
+        if (
+            isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+            and ast.get_docstring(node, clean=False) is not None
+        ):
             node.body = node.body[1:]
     return ast.dump(tree)

@@ -6,7 +6,9 @@ import torch
 
 from eyas.training.batch import Batch
 
-FUSED_ON = ("cpu",)  # devices with the fused attention kernel that gives its log-sum-exp; plain products elsewhere
+FUSED_ON = (
+    "cpu",
+)  # devices with the fused attention kernel that gives its log-sum-exp; plain products elsewhere
 
 
 class Attention:
@@ -19,21 +21,43 @@ class Attention:
     def __init__(self, batch: Batch, keys: torch.Tensor, values: torch.Tensor, group: int):
         self.group, self.scale, self.like, self.parts = group, keys.shape[-1] ** -0.5, keys, []
         device = keys.device
-        ends = torch.searchsorted(batch.active, torch.tensor([end for _, end in batch.spans], device=device)).tolist()
-        spans = sorted((start - end, start, end, a, b) for (start, end), a, b in zip(batch.spans, [0, *ends], ends) if a < b)  # the longest first
+        ends = torch.searchsorted(
+            batch.active, torch.tensor([end for _, end in batch.spans], device=device)
+        ).tolist()
+        spans = sorted(
+            (start - end, start, end, a, b)
+            for (start, end), a, b in zip(batch.spans, [0, *ends], ends)
+            if a < b
+        )  # the longest first
         while spans:
-            together = [span for span in spans if 2 * span[0] <= spans[0][0]]  # at least half as long as the longest
+            together = [
+                span for span in spans if 2 * span[0] <= spans[0][0]
+            ]  # at least half as long as the longest
             spans = spans[len(together) :]
             longest, most = -together[0][0], max(b - a for *_, a, b in together)
-            key_rows, key_places = _places([(start, end) for _, start, end, _, _ in together], longest, device)
+            key_rows, key_places = _places(
+                [(start, end) for _, start, end, _, _ in together], longest, device
+            )
             rows, places = _places([(a, b) for *_, a, b in together], most, device)
             starts = torch.tensor([start for _, start, *_ in together], device=device)
-            seen = torch.full((len(together) * most,), longest, device=device).index_copy_(0, places, batch.active[rows] - starts[places // most])  # place of its own key
-            mask = torch.zeros(len(together), 1, most * group, longest, dtype=keys.dtype, device=device)
-            mask.masked_fill_(torch.arange(longest, device=device) > seen.repeat_interleave(group).view(len(together), 1, -1, 1), -torch.inf)
+            seen = torch.full((len(together) * most,), longest, device=device).index_copy_(
+                0, places, batch.active[rows] - starts[places // most]
+            )  # place of its own key
+            mask = torch.zeros(
+                len(together), 1, most * group, longest, dtype=keys.dtype, device=device
+            )
+            mask.masked_fill_(
+                torch.arange(longest, device=device)
+                > seen.repeat_interleave(group).view(len(together), 1, -1, 1),
+                -torch.inf,
+            )
             size = (len(together), longest)
-            k, v = (_spread(x, key_rows, key_places, size).transpose(1, 2) for x in (keys, values))  # [samples, kv heads, longest, head_dim]
-            self.parts.append(Part(rows, places, (len(together), most), key_rows, key_places, k, v, mask, []))
+            k, v = (
+                _spread(x, key_rows, key_places, size).transpose(1, 2) for x in (keys, values)
+            )  # [samples, kv heads, longest, head_dim]
+            self.parts.append(
+                Part(rows, places, (len(together), most), key_rows, key_places, k, v, mask, [])
+            )
 
     def __call__(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q [A, kv heads, group, head_dim] -> output as q, log-sum-exp of the scores [A, kv heads, group]."""
@@ -49,7 +73,16 @@ class Attention:
         grad_q = torch.empty_like(q)
         for part in self.parts:
             log = self._by_head(log_sum[..., None], part)[..., 0].contiguous()
-            by_q, *by_keys = _kernel_backward(self._by_head(grad, part), self._by_head(q, part), part.keys, part.values, self._by_head(out, part), log, part.mask, self.scale)
+            by_q, *by_keys = _kernel_backward(
+                self._by_head(grad, part),
+                self._by_head(q, part),
+                part.keys,
+                part.values,
+                self._by_head(out, part),
+                log,
+                part.mask,
+                self.scale,
+            )
             grad_q.index_copy_(0, part.rows, self._by_slot(by_q, part))
             if part.gradients:
                 for total, more in zip(part.gradients, by_keys):
@@ -63,7 +96,11 @@ class Attention:
         found = torch.zeros_like(self.like), torch.zeros_like(self.like)
         for part in self.parts:
             for total, grad in zip(found, part.gradients):
-                total.index_copy_(0, part.key_rows, grad.transpose(1, 2).flatten(0, 1).index_select(0, part.key_places))
+                total.index_copy_(
+                    0,
+                    part.key_rows,
+                    grad.transpose(1, 2).flatten(0, 1).index_select(0, part.key_places),
+                )
         return found
 
     def _by_head(self, x: torch.Tensor, part: "Part") -> torch.Tensor:
@@ -72,7 +109,12 @@ class Attention:
 
     def _by_slot(self, x: torch.Tensor, part: "Part") -> torch.Tensor:
         """[samples, kv heads, most * group, d] -> [slots of the part, kv heads, group, d]."""
-        return x.unflatten(2, (-1, self.group)).transpose(1, 2).flatten(0, 1).index_select(0, part.places)
+        return (
+            x.unflatten(2, (-1, self.group))
+            .transpose(1, 2)
+            .flatten(0, 1)
+            .index_select(0, part.places)
+        )
 
 
 @dataclass(frozen=True)
@@ -90,22 +132,34 @@ class Part:
     gradients: list[torch.Tensor]  # by keys and values, once there are some
 
 
-def _places(spans: list[tuple[int, int]], longest: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(
+    spans: list[tuple[int, int]], longest: int, device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows of all spans, their places when each span is padded to `longest`)."""
     rows = torch.cat([torch.arange(start, end) for start, end in spans])
-    places = torch.cat([torch.arange(end - start) + n * longest for n, (start, end) in enumerate(spans)])
+    places = torch.cat(
+        [torch.arange(end - start) + n * longest for n, (start, end) in enumerate(spans)]
+    )
     return rows.to(device), places.to(device)
 
 
-def _spread(x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+def _spread(
+    x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, size: tuple[int, int]
+) -> torch.Tensor:
     """Rows of x [n, ...] to their places, zeros elsewhere: [*size, ...]."""
-    return x.new_zeros(size[0] * size[1], *x.shape[1:]).index_copy_(0, places, x.index_select(0, rows)).unflatten(0, size)
+    return (
+        x.new_zeros(size[0] * size[1], *x.shape[1:])
+        .index_copy_(0, places, x.index_select(0, rows))
+        .unflatten(0, size)
+    )
 
 
 def _kernel(q, k, v, mask, scale):
     """q [samples, heads, n, d], k and v [samples, heads, keys, d], mask [samples, 1, n, keys] -> output as q, log-sum-exp of the scores [samples, heads, n]."""
     if q.device.type in FUSED_ON:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, attn_mask=mask, scale=scale
+        )
     scores = (q @ k.transpose(-1, -2)).mul_(scale).add_(mask)
     log = scores.logsumexp(-1)
     return (scores - log[..., None]).exp_() @ v, log
@@ -114,7 +168,14 @@ def _kernel(q, k, v, mask, scale):
 def _kernel_backward(grad, q, k, v, out, log, mask, scale):
     """Gradients of q, k and v, from an output and a log-sum-exp that may have come from more keys than these."""
     if q.device.type in FUSED_ON:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, log, 0.0, False, attn_mask=mask, scale=scale)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, log, 0.0, False, attn_mask=mask, scale=scale
+        )
     weights = (q @ k.transpose(-1, -2)).mul_(scale).add_(mask).sub_(log[..., None]).exp_()
-    grad_scores = (grad @ v.transpose(-1, -2)).sub_((grad * out).sum(-1, keepdim=True)).mul_(weights).mul_(scale)
+    grad_scores = (
+        (grad @ v.transpose(-1, -2))
+        .sub_((grad * out).sum(-1, keepdim=True))
+        .mul_(weights)
+        .mul_(scale)
+    )
     return grad_scores @ k, grad_scores.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ grad

@@ -39,7 +39,9 @@ def wrap(module: nn.Module, kind: str, device: torch.device) -> nn.Module:
         return module
     if kind == "fsdp":
         frozen = {p for p in module.parameters() if not p.requires_grad}
-        return fully_shard(module, mesh=dist.init_device_mesh(device.type, (WORLD,)), ignored_params=frozen)
+        return fully_shard(
+            module, mesh=dist.init_device_mesh(device.type, (WORLD,)), ignored_params=frozen
+        )
     return DistributedDataParallel(module, device_ids=[device] if device.type == "cuda" else None)
 
 
@@ -65,13 +67,19 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def placed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A whole tensor, laid out over the ranks as `like`."""
     tensor = tensor.to(like.device)
-    return distribute_tensor(tensor, like.device_mesh, like.placements) if isinstance(like, DTensor) else tensor
+    return (
+        distribute_tensor(tensor, like.device_mesh, like.placements)
+        if isinstance(like, DTensor)
+        else tensor
+    )
 
 
 def total(values: list[float]) -> list[float]:
     """Their sums over all ranks."""
     if WORLD == 1:
         return values
-    tensor = torch.tensor(values, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    tensor = torch.tensor(
+        values, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu"
+    )
     dist.all_reduce(tensor)
     return tensor.tolist()

@@ -17,10 +17,16 @@ PIECE_ROWS = 64  # rows whose logits stay in the CPU's cache
 class Teacher:
     """The target's distribution over the draft vocabulary from its last state: the copied final norm, and rows of the copied head."""
 
-    def __init__(self, head: Head, vocab: DraftVocab, dtype: torch.dtype, whole_vocab: bool = False):
+    def __init__(
+        self, head: Head, vocab: DraftVocab, dtype: torch.dtype, whole_vocab: bool = False
+    ):
         self.rows = head.lm_head[vocab.ids].to(dtype)  # [D, H]
-        self.others = head.lm_head[~vocab.t2d].to(dtype) if whole_vocab else None  # [V - D, H], for the normaliser
-        self.normed = dataclasses.replace(head, lm_head=head.lm_head[:0]).normed  # without the rest of the head, which is large
+        self.others = (
+            head.lm_head[~vocab.t2d].to(dtype) if whole_vocab else None
+        )  # [V - D, H], for the normaliser
+        self.normed = dataclasses.replace(
+            head, lm_head=head.lm_head[:0]
+        ).normed  # without the rest of the head, which is large
 
     @torch.no_grad()
     def __call__(self, last: torch.Tensor) -> torch.Tensor:
@@ -29,14 +35,20 @@ class Teacher:
         In float32 (float64 for float64 weights), whatever the products' dtype."""
         normed = self.normed(last).to(self.rows.dtype)
         logits = (filled(normed) @ self.rows.T)[: len(last)]
-        probabilities = torch.empty_like(logits, dtype=torch.promote_types(logits.dtype, torch.float32))
+        probabilities = torch.empty_like(
+            logits, dtype=torch.promote_types(logits.dtype, torch.float32)
+        )
         for start in range(0, len(logits), PIECE_ROWS):
             piece, out = slice(start, start + PIECE_ROWS), probabilities[start : start + PIECE_ROWS]
             out.copy_(logits[piece])
             if self.others is None:
-                torch.softmax(out, -1, out=out)  # a row's maximum and sum are known before any of it is written
+                torch.softmax(
+                    out, -1, out=out
+                )  # a row's maximum and sum are known before any of it is written
             else:
-                rest = (filled(normed[piece]) @ self.others.T)[: len(out)].to(out.dtype).logsumexp(-1)
+                rest = (
+                    (filled(normed[piece]) @ self.others.T)[: len(out)].to(out.dtype).logsumexp(-1)
+                )
                 out.sub_(torch.logaddexp(out.logsumexp(-1), rest)[:, None]).exp_()
             F.threshold_(out, TINY, 0.0)
         return probabilities
@@ -50,7 +62,10 @@ def head_loss(x, weight, teacher, rows, labels, scale, loss: Loss, low, learns: 
     Products are computed in `low`. Gives the loss of each row [M], whether each row's largest logit is its label's [M] (a tie counts), and, where
     it `learns`, the gradients of the weighted sum by x and weight (None otherwise).
     """
-    losses, hits = torch.empty(len(x), dtype=weight.dtype, device=x.device), torch.empty(len(x), dtype=torch.bool, device=x.device)
+    losses, hits = (
+        torch.empty(len(x), dtype=weight.dtype, device=x.device),
+        torch.empty(len(x), dtype=torch.bool, device=x.device),
+    )
     weight_low, x_low = weight.to(low), filled(x.to(low))
     grad_x, grad_weight = (torch.empty_like(x), None) if learns else (None, None)
     for start in range(0, len(x), LOGIT_ROWS):
@@ -69,4 +84,9 @@ def head_loss(x, weight, teacher, rows, labels, scale, loss: Loss, low, learns: 
             grad_x[chunk] = (logits @ weight_low)[:n]
             part = logits.T @ x_low[chunk]
             grad_weight = part.to(weight.dtype) if grad_weight is None else grad_weight.add_(part)
-    return losses, hits, grad_x, grad_weight if grad_weight is not None or not learns else torch.zeros_like(weight)
+    return (
+        losses,
+        hits,
+        grad_x,
+        grad_weight if grad_weight is not None or not learns else torch.zeros_like(weight),
+    )

@@ -53,7 +53,9 @@ def _lk_alpha(z, p):
     """
     q, alpha, below, below_q = _overlap(_log_softmax(z), p)
     alpha.clamp_(min=LEAST)
-    share = _cut(below_q * 0.5 / alpha)  # divided by alpha before q multiplies them: both can be near LEAST, and so is their product then
+    share = _cut(
+        below_q * 0.5 / alpha
+    )  # divided by alpha before q multiplies them: both can be near LEAST, and so is their product then
     return -alpha.log().squeeze(1), _shrink(q.mul_(below.mul_(-0.5 / alpha).add_(share)))
 
 
@@ -92,7 +94,9 @@ def _overlap(log_q, p, out=None):
     q = log_q.clamp_(min=math.log(LEAST)).exp_()
     smaller = torch.minimum(p, q, out=out)
     alpha = smaller.sum(-1, keepdim=True)  # 1 - |p - q| / 2 would lose a small alpha in rounding
-    below = torch.sub(p, q, out=smaller).sign_().add_(1)  # where() and heaviside() aren't vectorised: 10 times slower
+    below = (
+        torch.sub(p, q, out=smaller).sign_().add_(1)
+    )  # where() and heaviside() aren't vectorised: 10 times slower
     return q, alpha, below, torch.linalg.vecdot(below, q)[:, None]
 
 
@@ -120,5 +124,7 @@ LOSSES = {
 def get_loss(name: str) -> Loss:
     """The loss of that name; EyasError with the names there are for another."""
     if name not in LOSSES:
-        raise EyasError(f"no loss {name!r}", "one of " + ", ".join(LOSSES), "python -m eyas profile --explain")
+        raise EyasError(
+            f"no loss {name!r}", "one of " + ", ".join(LOSSES), "python -m eyas profile --explain"
+        )
     return LOSSES[name]

@@ -23,13 +23,23 @@ def weight_product(grads: list[torch.Tensor], xs: list[torch.Tensor]) -> torch.T
     return grad.T @ x
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, low: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, low: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm of x [n, H] in `low`, and what x was multiplied by, [n, 1]."""
-    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    scale = (
+        torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        .square_()
+        .div_(x.shape[-1])
+        .add_(eps)
+        .rsqrt_()
+    )
     return (x * scale).mul_(weight).to(low), scale
 
 
-def norm_gradient(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def norm_gradient(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(by x, by weight) of `norm`."""
     grad, normed = grad.to(x.dtype), x * scale
     along = grad * normed
@@ -40,7 +50,9 @@ def norm_gradient(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, sca
 def rotary_tables(config, n: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of positions 0 .. n-1, [n, 1, head_dim / 2], in the dtype and on the device of `like`."""
     half = config.head_dim // 2
-    frequencies = config.rope_theta ** -(torch.arange(half, dtype=like.dtype, device=like.device) / half)
+    frequencies = config.rope_theta ** -(
+        torch.arange(half, dtype=like.dtype, device=like.device) / half
+    )
     angles = torch.arange(n, dtype=like.dtype, device=like.device)[:, None, None] * frequencies
     return angles.cos(), angles.sin()
 

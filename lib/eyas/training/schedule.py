@@ -15,7 +15,9 @@ def schedule(step: int, n_steps: int, warmup_steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, n_steps - warmup_steps)))
 
 
-def plan(lengths: dict[str, int], epochs: float, batch_tok: int, seed: int, order: Callable = shuffled) -> list[tuple[int, list[str]]]:
+def plan(
+    lengths: dict[str, int], epochs: float, batch_tok: int, seed: int, order: Callable = shuffled
+) -> list[tuple[int, list[str]]]:
     """(epoch, ids) of every optimiser step: each epoch in an order of its own, cut into packs of at most `batch_tok` tokens (or one longer sample).
 
     `order(ids, epoch, seed)` gives one pass over the ids. The last epoch is a part where `epochs` is not whole.
@@ -34,16 +36,24 @@ def plan(lengths: dict[str, int], epochs: float, batch_tok: int, seed: int, orde
     return steps
 
 
-def deal(sizes: list[tuple[str, int, int]], n: int, slot_rows: int) -> list[list[tuple[str, slice]]]:
+def deal(
+    sizes: list[tuple[str, int, int]], n: int, slot_rows: int
+) -> list[list[tuple[str, slice]]]:
     """n parts of about the same work: (id, which of its active slots) each. `sizes`: id, active slots and packed rows of each sample; an active slot is `slot_rows` packed rows' work.
 
     A sample may be cut: its rows are then in both parts, each learning from its own share of the active slots. Whole samples would leave
     a process waiting for the other for a fifth of the time, since a step has but a few.
     """
-    parts, total, at = [[] for _ in range(n)], sum(active * slot_rows + rows for _, active, rows in sizes), 0.0
+    parts, total, at = (
+        [[] for _ in range(n)],
+        sum(active * slot_rows + rows for _, active, rows in sizes),
+        0.0,
+    )
     for id, active, rows in sizes:
         each = slot_rows + rows / max(1, active)
-        cuts = [min(active, max(0, round((total * part / n - at) / each))) for part in range(n)] + [active]
+        cuts = [min(active, max(0, round((total * part / n - at) / each))) for part in range(n)] + [
+            active
+        ]
         for part, share in zip(parts, map(slice, cuts, cuts[1:])):
             if share.start < share.stop:
                 part.append((id, share))

@@ -67,9 +67,39 @@ SLOT_ROWS = 4  # what a draft step of an active slot takes is what so many packe
 METRICS_S = 5.0  # how often the metrics are written anew
 JUDGED = 8  # held-out samples of one pass, at most
 RECENT = 50  # batches that a loss is compared with, to call it a spike
-COLUMNS = ["step", "epoch", "split", "draft_step", "loss", "accuracy", "slots", "tok", "seconds", "acceptance_length"]
-SETTINGS = ("seed", "boundaries", "draft_vocab_size", "draft_steps", "step_decay", "epochs", "batch_tok", "learning_rate", "warmup_ratio", "train_dtype",
-            "mix", "loss", "loss_mean", "mask_shift", "fc_norm", "norm_output", "initial_weights", "eval_steps", "patience")  # fmt: skip
+COLUMNS = [
+    "step",
+    "epoch",
+    "split",
+    "draft_step",
+    "loss",
+    "accuracy",
+    "slots",
+    "tok",
+    "seconds",
+    "acceptance_length",
+]
+SETTINGS = (
+    "seed",
+    "boundaries",
+    "draft_vocab_size",
+    "draft_steps",
+    "step_decay",
+    "epochs",
+    "batch_tok",
+    "learning_rate",
+    "warmup_ratio",
+    "train_dtype",
+    "mix",
+    "loss",
+    "loss_mean",
+    "mask_shift",
+    "fc_norm",
+    "norm_output",
+    "initial_weights",
+    "eval_steps",
+    "patience",
+)
 
 
 @contextlib.contextmanager
@@ -78,7 +108,9 @@ def memory(found: str, expected: str, next_command: str):
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not re.search("(?i)can('|no)t allocate memory|not enough memory|bad_alloc|ALLOC_FAILED", str(error)):
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not re.search(
+            "(?i)can('|no)t allocate memory|not enough memory|bad_alloc|ALLOC_FAILED", str(error)
+        ):
             raise
         raise EyasError(found, expected, next_command) from None
 
@@ -110,7 +142,9 @@ class Work:
     epoch: int
     ids: list[str]  # of the whole step
     passes: list[tuple[Batch, list[float]]]
-    counts: list[float]  # what the sum of each draft step is divided by: over all passes and processes
+    counts: list[
+        float
+    ]  # what the sum of each draft step is divided by: over all passes and processes
 
 
 class Training:
@@ -119,11 +153,18 @@ class Training:
     def __init__(self, config: Config, store, target: Target):
         self.config, self.target = config, target
         self.data = Mixture.open(config, store)
-        self.certificates = {} if config.without_parity else {name: need_certificate(each, name) for name, each in self.data.stores.items()}
+        self.certificates = (
+            {}
+            if config.without_parity
+            else {name: need_certificate(each, name) for name, each in self.data.stores.items()}
+        )
         made_for = self.data.manifest["target"]
         if made_for["fingerprint"] != target.fingerprint:
-            raise EyasError(f"the store was made for another target: {made_for['name']} ({made_for['fingerprint'][:12]}...)", f"{target.name} ({target.fingerprint[:12]}...)",
-                            "train with that target, or extract into another run: -p run_name NAME")
+            raise EyasError(
+                f"the store was made for another target: {made_for['name']} ({made_for['fingerprint'][:12]}...)",
+                f"{target.name} ({target.fingerprint[:12]}...)",
+                "train with that target, or extract into another run: -p run_name NAME",
+            )
         self.start = read_start(config, target)
         if self.start is None:
             self.boundaries = boundaries_of(config, target.n_blocks)
@@ -132,29 +173,74 @@ class Training:
         missing = sorted(set(self.boundaries.with_last) - set(self.data.boundaries))
         if missing:
             others = [b for b in self.data.boundaries if b != target.n_blocks]
-            raise EyasError(f"the store has boundaries {list(self.data.boundaries)}, not {missing}", f"{list(self.boundaries.with_last)}",
-                            f"-p boundaries '{others}', or some of these; or extract the others into another run: -p run_name NAME")
+            raise EyasError(
+                f"the store has boundaries {list(self.data.boundaries)}, not {missing}",
+                f"{list(self.boundaries.with_last)}",
+                f"-p boundaries '{others}', or some of these; or extract the others into another run: -p run_name NAME",
+            )
         rows = self.data.rows("train")
         if rows.empty:
-            raise EyasError("the store has no training sample", "at least one", "python -m eyas extract --profile demo")
+            raise EyasError(
+                "the store has no training sample",
+                "at least one",
+                "python -m eyas extract --profile demo",
+            )
         unmasked = list(rows.loc[rows["loss_tok"] == 0, "key"])
         if unmasked:
-            raise EyasError(f"the loss mask of {len(unmasked)} samples is zero everywhere: {', '.join(unmasked[:3])}", "supervised tokens in each", "python -m eyas verify --repair")
-        self.device = torch.device(config.device, distributed.LOCAL_RANK) if config.device == "cuda" else torch.device("cpu")
-        self.threads = config.threads if self.device.type == "cpu" and distributed.WORLD == 1 else 1  # processes that share a step
+            raise EyasError(
+                f"the loss mask of {len(unmasked)} samples is zero everywhere: {', '.join(unmasked[:3])}",
+                "supervised tokens in each",
+                "python -m eyas verify --repair",
+            )
+        self.device = (
+            torch.device(config.device, distributed.LOCAL_RANK)
+            if config.device == "cuda"
+            else torch.device("cpu")
+        )
+        self.threads = (
+            config.threads if self.device.type == "cpu" and distributed.WORLD == 1 else 1
+        )  # processes that share a step
         self.number = 0  # which of them this is
-        self.parts = {"threads": self.threads, "pass_tok": config.pass_tok, "ranks": distributed.WORLD}  # what a step is cut into: other parts, other rounding
-        self.dtype, self.loss, self.weights = getattr(torch, config.train_dtype), get_loss(config.loss), step_weights(config.draft_steps, config.step_decay)
-        self.lengths, self.heldout = self.data.lengths("train") | self.data.lengths("heldout"), self.data.samples("heldout")
+        self.parts = {
+            "threads": self.threads,
+            "pass_tok": config.pass_tok,
+            "ranks": distributed.WORLD,
+        }  # what a step is cut into: other parts, other rounding
+        self.dtype, self.loss, self.weights = (
+            getattr(torch, config.train_dtype),
+            get_loss(config.loss),
+            step_weights(config.draft_steps, config.step_decay),
+        )
+        self.lengths, self.heldout = (
+            self.data.lengths("train") | self.data.lengths("heldout"),
+            self.data.samples("heldout"),
+        )
         counts = count_tokens(self.data, list(rows["key"]))
         if self.start is None:
-            shape = DrafterConfig.from_target(target, self.boundaries.feeding, config.draft_vocab_size, config.fc_norm, config.norm_output)
+            shape = DrafterConfig.from_target(
+                target,
+                self.boundaries.feeding,
+                config.draft_vocab_size,
+                config.fc_norm,
+                config.norm_output,
+            )
             vocab = choose_vocab(counts, config.draft_vocab_size)
         else:
             shape, vocab = self.start.drafter.config, self.start.drafter.vocab
-        self.coverage = {"train": coverage(vocab, counts), "heldout": coverage(vocab, count_tokens(self.data, self.heldout))}
-        self.steps = plan(self.data.lengths("train"), config.epochs, config.batch_tok, config.seed, self.data.epoch_keys)
-        settings = {name: getattr(config, name) for name in SETTINGS} | {"boundaries": list(self.boundaries.feeding)}
+        self.coverage = {
+            "train": coverage(vocab, counts),
+            "heldout": coverage(vocab, count_tokens(self.data, self.heldout)),
+        }
+        self.steps = plan(
+            self.data.lengths("train"),
+            config.epochs,
+            config.batch_tok,
+            config.seed,
+            self.data.epoch_keys,
+        )
+        settings = {name: getattr(config, name) for name in SETTINGS} | {
+            "boundaries": list(self.boundaries.feeding)
+        }
         self.identity = {
             "drafter": dataclasses.asdict(shape) | {"boundaries": list(shape.boundaries)},
             "store": self.data.identity,
@@ -164,13 +250,18 @@ class Training:
             if limited.cut:  # where nothing is left out the training is that of the whole store
                 self.identity["settings"][f"{split}_samples"] = limited.asked
         self.record = {
-            "target": {"name": target.name, "fingerprint": target.fingerprint}, "store": self.identity["store"], "settings": self.identity["settings"],
-            "parity": {name: sha256_json(record) for name, record in self.certificates.items()}, "code": code_version(),
+            "target": {"name": target.name, "fingerprint": target.fingerprint},
+            "store": self.identity["store"],
+            "settings": self.identity["settings"],
+            "parity": {name: sha256_json(record) for name, record in self.certificates.items()},
+            "code": code_version(),
             "coverage": {split: list(pair) for split, pair in self.coverage.items()},
-        }  # fmt: skip
+        }
         if self.start is None:
             from_target = config.initial_weights == "target"
-            drafter = initial_drafter(shape, vocab, target, config.seed, from_target, self._last_rms(list(rows["key"])))
+            drafter = initial_drafter(
+                shape, vocab, target, config.seed, from_target, self._last_rms(list(rows["key"]))
+            )
         else:
             drafter = self.start.drafter
             self.identity["start"] = {"sha256": self.start.sha256}
@@ -179,16 +270,37 @@ class Training:
         self.model = distributed.wrap(Model(self.drafter), config.parallel, self.device)
         self.trained = {name: p for name, p in self.drafter.named_parameters() if p.requires_grad}
         self.shares = share(list(self.trained.values()), self.threads)
-        self.optimizers = [torch.optim.AdamW([{"params": weights}], lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True) for weights in self.shares]
-        self.teacher = Teacher(self.data.head().to(self.device), vocab, self.dtype, self.loss.whole_vocab)
+        self.optimizers = [
+            torch.optim.AdamW(
+                [{"params": weights}],
+                lr=config.learning_rate,
+                betas=(0.9, 0.95),
+                weight_decay=0.0,
+                fused=True,
+            )
+            for weights in self.shares
+        ]
+        self.teacher = Teacher(
+            self.data.head().to(self.device), vocab, self.dtype, self.loss.whole_vocab
+        )
         self.vocab, self.step, self.rows = vocab, 0, []
         self.sizes: dict[str, Size] = {}  # of the samples that were asked for
         self.recent: list[float] = []  # losses of the last batches
-        self.best, self.worse = -math.inf, 0  # the longest held-out acceptance, and how many evaluations since were no better
-        self.whole = self.drafter  # with all its weights; FSDP's is put together for each evaluation
-        self._ahead, self._next = ThreadPoolExecutor(1, thread_name_prefix="read"), None  # its thread begins in each process for itself
+        self.best, self.worse = (
+            -math.inf,
+            0,
+        )  # the longest held-out acceptance, and how many evaluations since were no better
+        self.whole = (
+            self.drafter
+        )  # with all its weights; FSDP's is put together for each evaluation
+        self._ahead, self._next = (
+            ThreadPoolExecutor(1, thread_name_prefix="read"),
+            None,
+        )  # its thread begins in each process for itself
         self.team: Team | None = None
-        self._given: list[dict[torch.Tensor, torch.Tensor]] = []  # by process: its gradients of the weights that others change
+        self._given: list[
+            dict[torch.Tensor, torch.Tensor]
+        ] = []  # by process: its gradients of the weights that others change
         self._written_s, self._board = 0.0, None
         self._lock: IO | None = None  # while this process writes into the drafter folder
 
@@ -206,51 +318,104 @@ class Training:
         """The processes that share a step: begun after what they all need is loaded and any checkpoint read, and before this process has threads of its own, which a copy of it would lack.
 
         EyasError where memory ends."""
-        with memory(f"memory ran out where {self.threads} processes for the training were begun", "memory for the gradients of each", "-p threads 1, which changes no result but its rounding"):
+        with memory(
+            f"memory ran out where {self.threads} processes for the training were begun",
+            "memory for the gradients of each",
+            "-p threads 1, which changes no result but its rounding",
+        ):
             if self.threads > 1:
                 for optimizer, weights in zip(self.optimizers, self.shares):
                     for p in weights:
                         p.data = shared(p.data)
-                        state = optimizer.state[p] or {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p.data), "exp_avg_sq": torch.zeros_like(p.data)}
+                        state = optimizer.state[p] or {
+                            "step": torch.zeros(()),
+                            "exp_avg": torch.zeros_like(p.data),
+                            "exp_avg_sq": torch.zeros_like(p.data),
+                        }
                         optimizer.state[p] = {name: shared(value) for name, value in state.items()}
-                self._given = [{p: shared(torch.zeros_like(p.data)) for other in self.shares[:n] + self.shares[n + 1 :] for p in other} for n in range(self.threads)]
+                self._given = [
+                    {
+                        p: shared(torch.zeros_like(p.data))
+                        for other in self.shares[:n] + self.shares[n + 1 :]
+                        for p in other
+                    }
+                    for n in range(self.threads)
+                ]
             self.team = Team(self, self.threads)
 
     # ---- what a step works on
 
     def read(self, keys: list[str], shares: list[slice] | None = None) -> Batch:
         samples = [(key, self.data.read(key, self.boundaries.with_last)) for key in keys]
-        return pack(samples, self.boundaries.feeding, self.vocab, self.config.draft_steps, self.dtype, self.config.mask_shift, shares)
+        return pack(
+            samples,
+            self.boundaries.feeding,
+            self.vocab,
+            self.config.draft_steps,
+            self.dtype,
+            self.config.mask_shift,
+            shares,
+        )
 
     def sizes_of(self, keys: list[str]) -> list[Size]:
         """Of these samples; a mask is read when its sample is due for the first time, so that a run begins at once."""
-        for key, *text in self.data.texts([key for key in dict.fromkeys(keys) if key not in self.sizes]):
+        for key, *text in self.data.texts(
+            [key for key in dict.fromkeys(keys) if key not in self.sizes]
+        ):
             slots = slots_of(*text, self.vocab, self.config.draft_steps, self.config.mask_shift)
-            self.sizes[key] = Size(len(slots.active), slots.counts(self.config.draft_steps), slots.n)
+            self.sizes[key] = Size(
+                len(slots.active), slots.counts(self.config.draft_steps), slots.n
+            )
         return [self.sizes[key] for key in keys]
 
     def work(self, step: int) -> Work:
         """This process's part of optimiser step `step`. EyasError where nothing in it is supervised."""
-        config, (epoch, ids), processes = self.config, self.steps[step], distributed.WORLD * self.threads
-        n_passes = math.ceil(sum(self.lengths[id] for id in ids) / (config.pass_tok * processes)) if config.pass_tok else 1
+        config, (epoch, ids), processes = (
+            self.config,
+            self.steps[step],
+            distributed.WORLD * self.threads,
+        )
+        n_passes = (
+            math.ceil(sum(self.lengths[id] for id in ids) / (config.pass_tok * processes))
+            if config.pass_tok
+            else 1
+        )
         sizes = self.sizes_of(ids)
-        parts = deal([(id, size.active, size.packed) for id, size in zip(ids, sizes)], n_passes * processes, SLOT_ROWS * config.draft_steps)
+        parts = deal(
+            [(id, size.active, size.packed) for id, size in zip(ids, sizes)],
+            n_passes * processes,
+            SLOT_ROWS * config.draft_steps,
+        )
         counts = [sum(column) for column in zip(*(size.supervised for size in sizes))]
         if counts[0] == 0:
-            raise EyasError(f"optimiser step {step + 1} has no supervised slot: samples {', '.join(ids)}", "answers of two tokens or more, with tokens of the draft vocabulary",
-                            "python -m eyas verify, or a larger draft_vocab_size")
+            raise EyasError(
+                f"optimiser step {step + 1} has no supervised slot: samples {', '.join(ids)}",
+                "answers of two tokens or more, with tokens of the draft vocabulary",
+                "python -m eyas verify, or a larger draft_vocab_size",
+            )
         if config.loss_mean == "grid":
             counts = [sum(size.packed for size in sizes)] * config.draft_steps
         passes = []
         for part in parts[distributed.RANK * self.threads + self.number :: processes]:
-            keys, shares = zip(*(part or [(min(ids, key=self.lengths.get), slice(None))]))  # a process without a slot of its own still has to be there, with weight 0
-            passes.append((self.read(list(keys), list(shares)).to(self.device), [weight if part else 0.0 for weight in self.weights]))
+            keys, shares = zip(
+                *(part or [(min(ids, key=self.lengths.get), slice(None))])
+            )  # a process without a slot of its own still has to be there, with weight 0
+            passes.append(
+                (
+                    self.read(list(keys), list(shares)).to(self.device),
+                    [weight if part else 0.0 for weight in self.weights],
+                )
+            )
         return Work(epoch, ids, passes, counts)
 
     def _take(self) -> Work:
         """The work of the step at hand, and the next one's is begun in the background."""
         work = self._next.result() if self._next is not None else self.work(self.step)
-        self._next = self._ahead.submit(self.work, self.step + 1) if self.step + 1 < len(self.steps) else None
+        self._next = (
+            self._ahead.submit(self.work, self.step + 1)
+            if self.step + 1 < len(self.steps)
+            else None
+        )
         return work
 
     # ---- one step
@@ -258,11 +423,16 @@ class Training:
     def optimise(self) -> dict:
         """One optimiser step; gives counts for the progress line. EyasError where loss or gradient is not finite, where the loss jumps, or where memory ends."""
         started_s, k = time.perf_counter(), self.config.draft_steps
-        *flat, tok = distributed.total([sum(column) for column in zip(*self.team.each("_passes", self.step))])
+        *flat, tok = distributed.total(
+            [sum(column) for column in zip(*self.team.each("_passes", self.step))]
+        )
         sums = [flat[:k], flat[k : 2 * k], flat[2 * k :]]
         with self._memory_of_a_step():
             norm = math.hypot(*self.team.each("_norm"))
-            loss = sum(weight * part / max(n, 1) for weight, part, n in zip(self.weights, sums[0], self._work.counts))
+            loss = sum(
+                weight * part / max(n, 1)
+                for weight, part, n in zip(self.weights, sums[0], self._work.counts)
+            )
             self._check(self._work, loss, norm)
             self.team.each("_update", norm)
         self.step += 1
@@ -273,8 +443,11 @@ class Training:
     def _passes(self, step: int) -> list[float]:
         """In each process: the gradients of its part of optimiser step `step`; gives loss, hits and slots of each draft step and, last, the response tokens."""
         self.step, n_read = step, sum(self.lengths[id] for id in self.steps[step][1])
-        with memory(f"memory ran out while the samples of optimiser step {step + 1} were read: {n_read:,} tokens", "steps of which two fit: one is read while another is computed",
-                    f"-p batch_tok {max(64, n_read // 2)}, in another run: -p run_name NAME"):  # fmt: skip
+        with memory(
+            f"memory ran out while the samples of optimiser step {step + 1} were read: {n_read:,} tokens",
+            "steps of which two fit: one is read while another is computed",
+            f"-p batch_tok {max(64, n_read // 2)}, in another run: -p run_name NAME",
+        ):
             self._work = work = self._take()
         flat = [0.0] * (3 * self.config.draft_steps + 1)
         with self._memory_of_a_step():
@@ -283,7 +456,12 @@ class Training:
                     total, losses = self.model(batch, self.teacher, self.loss, weights, work.counts)
                     (total * distributed.WORLD).backward()  # DDP and FSDP2 average
                 if any(weights):
-                    flat = [a + b for a, b in zip(flat, (*losses.loss, *losses.hits, *losses.slots, len(batch.active)))]
+                    flat = [
+                        a + b
+                        for a, b in zip(
+                            flat, (*losses.loss, *losses.hits, *losses.slots, len(batch.active))
+                        )
+                    ]
             for p, given in self._given[self.number].items() if self._given else ():
                 given.copy_(p.grad)
                 p.grad = None
@@ -291,8 +469,11 @@ class Training:
 
     def _memory_of_a_step(self):
         n = max(len(batch.tokens) for batch, _ in self._work.passes)
-        return memory(f"memory ran out in optimiser step {self.step + 1}: {n:,} packed tokens in one pass, draft vocabulary {self.config.draft_vocab_size:,}, {self.config.draft_steps} draft steps",
-                      "passes that fit", f"-p pass_tok {max(64, n // 2)}, which changes no result; then a smaller draft_vocab_size or draft_steps")  # fmt: skip
+        return memory(
+            f"memory ran out in optimiser step {self.step + 1}: {n:,} packed tokens in one pass, draft vocabulary {self.config.draft_vocab_size:,}, {self.config.draft_steps} draft steps",
+            "passes that fit",
+            f"-p pass_tok {max(64, n // 2)}, which changes no result; then a smaller draft_vocab_size or draft_steps",
+        )
 
     def _norm(self) -> float:
         """In each process: the norm of the whole gradient of the weights that it changes."""
@@ -305,7 +486,9 @@ class Training:
     @property
     def learning_rate(self) -> float:
         """Of the step at hand."""
-        return self.config.learning_rate * schedule(self.step, len(self.steps), round(len(self.steps) * self.config.warmup_ratio))
+        return self.config.learning_rate * schedule(
+            self.step, len(self.steps), round(len(self.steps) * self.config.warmup_ratio)
+        )
 
     def _update(self, norm: float) -> None:
         """In each process: clip the gradients of the weights that it changes, by the `norm` of all, and change them."""
@@ -331,11 +514,17 @@ class Training:
                 alone[id] = float(total)
         if not finite:
             guilty = [id for id, value in alone.items() if not math.isfinite(value)] or work.ids
-            raise EyasError(f"the loss of optimiser step {self.step + 1} is not finite; samples {', '.join(guilty)}", "finite states in the store",
-                            "python -m eyas verify --repair, or a smaller learning_rate if they are whole")
+            raise EyasError(
+                f"the loss of optimiser step {self.step + 1} is not finite; samples {', '.join(guilty)}",
+                "finite states in the store",
+                "python -m eyas verify --repair, or a smaller learning_rate if they are whole",
+            )
         worst = max(alone, key=alone.get)
-        raise EyasError(f"the loss of optimiser step {self.step + 1} jumped to {loss:.2f}, the median of the last {len(self.recent)} is {usual:.2f}; the most, {alone[worst]:.2f}, has sample {worst}",
-                        f"at most {ratio:g} times the median", "python -m eyas verify --deep, or a smaller learning_rate, or -p spike_ratio 0 to go on all the same")
+        raise EyasError(
+            f"the loss of optimiser step {self.step + 1} jumped to {loss:.2f}, the median of the last {len(self.recent)} is {usual:.2f}; the most, {alone[worst]:.2f}, has sample {worst}",
+            f"at most {ratio:g} times the median",
+            "python -m eyas verify --deep, or a smaller learning_rate, or -p spike_ratio 0 to go on all the same",
+        )
 
     # ---- held-out samples
 
@@ -348,21 +537,43 @@ class Training:
         self.whole, k = self._whole_drafter(), self.config.draft_steps
         started_s, groups = time.perf_counter(), self._heldout_groups()
         most = max((sum(self.lengths[key] for key in keys) for keys in groups), default=0)
-        with memory(f"memory ran out while held-out samples were judged after optimiser step {self.step}: {most:,} tokens in one pass, draft vocabulary {self.config.draft_vocab_size:,}, "
-                    f"{self.threads} passes at once", "passes that fit", f"-p pass_tok {max(64, most // 2)} or -p threads 1, which change no result; then a smaller draft_vocab_size"):  # fmt: skip
+        with memory(
+            f"memory ran out while held-out samples were judged after optimiser step {self.step}: {most:,} tokens in one pass, draft vocabulary {self.config.draft_vocab_size:,}, "
+            f"{self.threads} passes at once",
+            "passes that fit",
+            f"-p pass_tok {max(64, most // 2)} or -p threads 1, which change no result; then a smaller draft_vocab_size",
+        ):
             found = self.team.each("_judge_mine")
         judged = [found[n % self.threads][n // self.threads] for n in range(len(groups))]
-        *flat, tok, accepted, verify_steps = distributed.total([sum(column) for column in zip([0.0] * (3 * k + 3), *judged)])
+        *flat, tok, accepted, verify_steps = distributed.total(
+            [sum(column) for column in zip([0.0] * (3 * k + 3), *judged)]
+        )
         length = accepted / verify_steps + 1 if verify_steps else math.nan
-        self._note(self.steps[self.step - 1][0], "heldout", flat[:k], flat[k : 2 * k], flat[2 * k :], int(tok), time.perf_counter() - started_s, length)
+        self._note(
+            self.steps[self.step - 1][0],
+            "heldout",
+            flat[:k],
+            flat[k : 2 * k],
+            flat[2 * k :],
+            int(tok),
+            time.perf_counter() - started_s,
+            length,
+        )
         if length > self.best:
             self.best, self.worse = length, 0
             if distributed.RANK == 0:
-                save_drafter(self.whole, self.config.drafter_dir, self.record | {"steps": self.step, "heldout_acceptance_length": length}, "best.safetensors")
+                save_drafter(
+                    self.whole,
+                    self.config.drafter_dir,
+                    self.record | {"steps": self.step, "heldout_acceptance_length": length},
+                    "best.safetensors",
+                )
         else:
             self.worse += 1
         self.whole = self.drafter
-        return 0 < self.config.patience <= self.worse  # sums of whole numbers: every rank says the same
+        return (
+            0 < self.config.patience <= self.worse
+        )  # sums of whole numbers: every rank says the same
 
     def _heldout_groups(self) -> list[list[str]]:
         """This rank's held-out samples, those of a group being judged in one pass: JUDGED or fewer, of at most `pass_tok` tokens (or one longer sample)."""
@@ -379,40 +590,85 @@ class Training:
     def _judge_mine(self) -> list[list[float]]:
         """In each process, of each of its groups: loss, hits and slots of each draft step, response tokens, accepted drafts and verify steps."""
         judged = [self._judge(keys) for keys in self._heldout_groups()[self.number :: self.threads]]
-        return [[*losses.loss, *losses.hits, *losses.slots, tok, int(counts["accepted"].sum()), int(counts["verify_steps"].sum())] for losses, tok, counts in judged]
+        return [
+            [
+                *losses.loss,
+                *losses.hits,
+                *losses.slots,
+                tok,
+                int(counts["accepted"].sum()),
+                int(counts["verify_steps"].sum()),
+            ]
+            for losses, tok, counts in judged
+        ]
 
     @torch.no_grad()
     def _judge(self, keys: list[str]) -> tuple[Losses, int, pd.DataFrame]:
         """Losses, response tokens and the walk's counts of some held-out samples."""
         batch = self.read(keys).to(self.device)
-        return batch_loss(self.whole, batch, self.teacher, self.loss, self.weights), len(batch.active), walk(self.whole, self.data, keys, self.config.draft_steps)
+        return (
+            batch_loss(self.whole, batch, self.teacher, self.loss, self.weights),
+            len(batch.active),
+            walk(self.whole, self.data, keys, self.config.draft_steps),
+        )
 
     def _whole_drafter(self) -> Drafter:
         """The drafter with all its weights, on every rank that asks (all have to)."""
         if self.config.parallel != "fsdp" or distributed.WORLD == 1:
             return self.drafter
         drafter = Drafter(self.drafter.config, self.vocab).to(self.device)
-        drafter.load_state_dict({name: distributed.whole(tensor) for name, tensor in self.drafter.state_dict().items()})
+        drafter.load_state_dict(
+            {name: distributed.whole(tensor) for name, tensor in self.drafter.state_dict().items()}
+        )
         return drafter
 
     def ends_epoch(self) -> bool:
-        return self.step == len(self.steps) or self.steps[self.step][0] != self.steps[self.step - 1][0]
+        return (
+            self.step == len(self.steps) or self.steps[self.step][0] != self.steps[self.step - 1][0]
+        )
 
     def evaluates(self) -> bool:
         every = self.config.eval_steps
-        return self.step == len(self.steps) or (self.step % every == 0 if every else self.ends_epoch())
+        return self.step == len(self.steps) or (
+            self.step % every == 0 if every else self.ends_epoch()
+        )
 
     # ---- metrics
 
-    def _note(self, epoch: int, split: str, loss: list[float], hits: list[int], slots: list[int], tok: int, seconds: float, length: float = math.nan) -> None:
+    def _note(
+        self,
+        epoch: int,
+        split: str,
+        loss: list[float],
+        hits: list[int],
+        slots: list[int],
+        tok: int,
+        seconds: float,
+        length: float = math.nan,
+    ) -> None:
         for s, n in enumerate(slots):
-            values = (self.step, epoch, split, s, loss[s] / n if n else math.nan, hits[s] / n if n else math.nan, int(n), tok, seconds, length)
+            values = (
+                self.step,
+                epoch,
+                split,
+                s,
+                loss[s] / n if n else math.nan,
+                hits[s] / n if n else math.nan,
+                int(n),
+                tok,
+                seconds,
+                length,
+            )
             self.rows.append(dict(zip(COLUMNS, values)))
         if distributed.RANK == 0 and self._board is not None:
             for s, row in enumerate(self.rows[-len(slots) :]):
                 for name in ("loss", "accuracy"):
                     self._board.add_scalar(f"{split}/{name}/draft_step_{s}", row[name], self.step)
-            for name, value in ((f"{split}/tok_per_s", tok / seconds), (f"{split}/acceptance_length", length), ("learning_rate", self.optimizers[0].param_groups[0]["lr"])):
+            for name, value in (
+                (f"{split}/tok_per_s", tok / seconds),
+                (f"{split}/acceptance_length", length),
+                ("learning_rate", self.optimizers[0].param_groups[0]["lr"]),
+            ):
                 if not math.isnan(value):
                     self._board.add_scalar(name, value, self.step)
 
@@ -423,7 +679,10 @@ class Training:
     def write_metrics(self, now: bool = True) -> None:
         """metrics.parquet anew: now, or when the last time is some seconds ago."""
         if distributed.RANK == 0 and (now or time.monotonic() - self._written_s > METRICS_S):
-            write_atomic(self.config.drafter_dir / "metrics.parquet", lambda path: self.metrics.to_parquet(path, index=False))
+            write_atomic(
+                self.config.drafter_dir / "metrics.parquet",
+                lambda path: self.metrics.to_parquet(path, index=False),
+            )
             self._written_s = time.monotonic()
 
     # ---- life of a run
@@ -431,13 +690,30 @@ class Training:
     def save(self) -> None:
         """The metrics, then the checkpoint that counts them; older ones go."""
         weights = {name: distributed.whole(p).cpu() for name, p in self.trained.items()}
-        state_of = {p: optimizer.state[p] for optimizer, weights in zip(self.optimizers, self.shares) for p in weights}
-        moments = {name: {key: distributed.whole(value).cpu() for key, value in state_of[p].items()} for name, p in self.trained.items()}
+        state_of = {
+            p: optimizer.state[p]
+            for optimizer, weights in zip(self.optimizers, self.shares)
+            for p in weights
+        }
+        moments = {
+            name: {key: distributed.whole(value).cpu() for key, value in state_of[p].items()}
+            for name, p in self.trained.items()
+        }
         if distributed.RANK:
             return
         self.write_metrics()
-        state = {"identity": self.identity, "record": self.record, "parts": self.parts, "step": self.step, "rows": self.rows, "recent": self.recent, "best": self.best, "worse": self.worse,
-                 "weights": weights, "optimizer": moments}  # fmt: skip
+        state = {
+            "identity": self.identity,
+            "record": self.record,
+            "parts": self.parts,
+            "step": self.step,
+            "rows": self.rows,
+            "recent": self.recent,
+            "best": self.best,
+            "worse": self.worse,
+            "weights": weights,
+            "optimizer": moments,
+        }
         write_atomic(self._checkpoint(self.step), lambda path: torch.save(state, path))
         for old in self._checkpoints()[: -self.config.keep_checkpoints]:
             old.unlink()
@@ -459,14 +735,21 @@ class Training:
             check_nothing_is_lost(self.config, self.identity, self.start)
             return
         path = found[-1]
-        with_it = ", and with it the imported drafter" if (self.config.drafter_dir / IMPORTED).is_file() else ""
+        with_it = (
+            ", and with it the imported drafter"
+            if (self.config.drafter_dir / IMPORTED).is_file()
+            else ""
+        )
         again = f"another run, e.g. -p run_name NAME, or remove {path.parent.parent.name}/ of run {self.config.run_name!r}{with_it}"
         try:
             state = torch.load(path, weights_only=True)
             identity = state["identity"]
         except Exception as error:  # torch.load has no error of its own
-            raise EyasError(f"the checkpoint {path.name} of run {self.config.run_name!r} can't be read ({type(error).__name__})", "a whole file",
-                            f"remove it and go on from {found[-2].name}" if found[1:] else again) from None
+            raise EyasError(
+                f"the checkpoint {path.name} of run {self.config.run_name!r} can't be read ({type(error).__name__})",
+                "a whole file",
+                f"remove it and go on from {found[-2].name}" if found[1:] else again,
+            ) from None
         parts = (
             ("drafter", "drafter shape"),
             ("store", "store (its samples differ)"),
@@ -478,19 +761,38 @@ class Training:
             if was != now:
                 named = part in ("drafter", "settings")
                 fields = ": " + differences(was, now) if named else ""
-                raise EyasError(f"the checkpoint of run {self.config.run_name!r} is of another {what}{fields}", "the same", again)
+                raise EyasError(
+                    f"the checkpoint of run {self.config.run_name!r} is of another {what}{fields}",
+                    "the same",
+                    again,
+                )
         if state["record"]["code"] != self.record["code"] and distributed.RANK == 0:
-            print(f"note: begun with code {state['record']['code']}, going on with {self.record['code']}")
-        if (parts := state.get("parts", self.parts)) != self.parts and distributed.RANK == 0:  # checkpoints had none once
-            changed = ", ".join(f"{name} {parts[name]}, now {now}" for name, now in self.parts.items() if parts[name] != now)
-            print(f"note: begun with {changed}: the same training to rounding, no longer bit for bit")
+            print(
+                f"note: begun with code {state['record']['code']}, going on with {self.record['code']}"
+            )
+        if (
+            parts := state.get("parts", self.parts)
+        ) != self.parts and distributed.RANK == 0:  # checkpoints had none once
+            changed = ", ".join(
+                f"{name} {parts[name]}, now {now}"
+                for name, now in self.parts.items()
+                if parts[name] != now
+            )
+            print(
+                f"note: begun with {changed}: the same training to rounding, no longer bit for bit"
+            )
         names = {p: name for name, p in self.trained.items()}
         with torch.no_grad():
             for optimizer, weights in zip(self.optimizers, self.shares):
                 for p in weights:
                     p.copy_(distributed.placed(state["weights"][names[p]], p))
-                    optimizer.state[p] = {key: value if key == "step" else distributed.placed(value, p) for key, value in state["optimizer"][names[p]].items()}
-        self.step, self.rows, self.recent, self.best, self.worse = (state[name] for name in ("step", "rows", "recent", "best", "worse"))
+                    optimizer.state[p] = {
+                        key: value if key == "step" else distributed.placed(value, p)
+                        for key, value in state["optimizer"][names[p]].items()
+                    }
+        self.step, self.rows, self.recent, self.best, self.worse = (
+            state[name] for name in ("step", "rows", "recent", "best", "worse")
+        )
 
     def run(self, on_step=None) -> None:
         """All steps that are left, with evaluations and checkpoints, to the saved drafter."""
@@ -501,10 +803,20 @@ class Training:
             keep_imported(self.config, self.start)
             from tensorboardX import SummaryWriter
 
-            self._board = SummaryWriter(str(self.config.drafter_dir / "tensorboard"), purge_step=self.step + 1)
+            self._board = SummaryWriter(
+                str(self.config.drafter_dir / "tensorboard"), purge_step=self.step + 1
+            )
         if begun and distributed.RANK == 0:
-            print(f"goes on after optimiser step {begun} of {len(self.steps)}" if begun < len(self.steps) and not stopped else f"trained already, {begun} optimiser steps")
-        with Progress(len(self.steps) - begun, "steps") if distributed.RANK == 0 and begun < len(self.steps) and not stopped else Silent() as progress:
+            print(
+                f"goes on after optimiser step {begun} of {len(self.steps)}"
+                if begun < len(self.steps) and not stopped
+                else f"trained already, {begun} optimiser steps"
+            )
+        with (
+            Progress(len(self.steps) - begun, "steps")
+            if distributed.RANK == 0 and begun < len(self.steps) and not stopped
+            else Silent() as progress
+        ):
             while self.step < len(self.steps) and not stopped:
                 done = self.optimise()
                 if judged := self.evaluates():
@@ -512,7 +824,16 @@ class Training:
                 if judged or self.ends_epoch() or self.step % self.config.checkpoint_steps == 0:
                     self.save()
                 self.write_metrics(now=False)
-                progress.update(samples=1, tok=done["tok"], note=f"loss {done['loss']:.3f}" + (f", held-out acceptance length {self.rows[-1]['acceptance_length']:.3f}" if judged and self.heldout else ""))
+                progress.update(
+                    samples=1,
+                    tok=done["tok"],
+                    note=f"loss {done['loss']:.3f}"
+                    + (
+                        f", held-out acceptance length {self.rows[-1]['acceptance_length']:.3f}"
+                        if judged and self.heldout
+                        else ""
+                    ),
+                )
                 if on_step is not None:
                     on_step(done)
         self._finish(stopped, made=self.step > begun)
@@ -525,13 +846,21 @@ class Training:
         self._board.close()
         path = self.config.drafter_dir / FILE
         if stopped:
-            print(f"stopped early: {self.worse} evaluations in a row without a longer held-out acceptance than {self.best:.3f}; the drafter is the one of then")
+            print(
+                f"stopped early: {self.worse} evaluations in a row without a longer held-out acceptance than {self.best:.3f}; the drafter is the one of then"
+            )
             best = self.config.drafter_dir / "best.safetensors"
             if not path.is_file() or path.read_bytes() != best.read_bytes():
                 write_atomic(path, lambda temporary: temporary.write_bytes(best.read_bytes()))
-        elif made or not (path.is_file() and read_record(self.config.drafter_dir).get("steps") == self.step):
+        elif made or not (
+            path.is_file() and read_record(self.config.drafter_dir).get("steps") == self.step
+        ):
             length = self.rows[-1]["acceptance_length"] if self.rows else math.nan
-            save_drafter(drafter, self.config.drafter_dir, self.record | {"steps": self.step, "heldout_acceptance_length": length})
+            save_drafter(
+                drafter,
+                self.config.drafter_dir,
+                self.record | {"steps": self.step, "heldout_acceptance_length": length},
+            )
 
     def lock(self) -> None:
         """Raise EyasError where another process trains the same drafter."""
@@ -574,7 +903,9 @@ def train(config: Config, store, target: Target, on_step=None) -> Path:
     a supervised slot; no memory left.
     """
     torch.set_flush_denormal(True)  # Adam's moments of rare tokens fade into denormal numbers
-    torch.set_num_threads(1 if config.device == "cpu" and distributed.WORLD == 1 else config.threads)  # processes share a step, and no threads an operator, whose barriers wait for whatever else runs
+    torch.set_num_threads(
+        1 if config.device == "cpu" and distributed.WORLD == 1 else config.threads
+    )  # processes share a step, and no threads an operator, whose barriers wait for whatever else runs
     with freed_memory_kept(), distributed.group(torch.device(config.device)):
         training = Training(config, store, target)
         try:
@@ -585,12 +916,18 @@ def train(config: Config, store, target: Target, on_step=None) -> Path:
                     print(training.start)
                 for split, (covered, total) in training.coverage.items():
                     if total:
-                        print(f"draft vocabulary: {config.draft_vocab_size:,} of {target.vocab_size:,} tokens cover {covered / total:.4f} of {total:,} supervised tokens ({split})")
+                        print(
+                            f"draft vocabulary: {config.draft_vocab_size:,} of {target.vocab_size:,} tokens cover {covered / total:.4f} of {total:,} supervised tokens ({split})"
+                        )
                 for split, limited in training.data.limited.items():
                     if limited.cut:
-                        print(f"{split}_samples {limited.asked:,}: the first of the store's {limited.stored:,} {split} samples, as extraction would choose them")
+                        print(
+                            f"{split}_samples {limited.asked:,}: the first of the store's {limited.stored:,} {split} samples, as extraction would choose them"
+                        )
                     elif limited.asked > limited.stored:
-                        print(f"{split}_samples {limited.asked:,}: the store was made with {limited.stored:,}")
+                        print(
+                            f"{split}_samples {limited.asked:,}: the store was made with {limited.stored:,}"
+                        )
                 for reason, n in training.data.dropped.items():
                     if n:
                         print(f"not trained on: {n:,} samples with the {reason} of a held-out one")
@@ -604,12 +941,18 @@ def summary(config: Config) -> str:
     """The last losses and accuracies of a run, a line a split and draft step, and the training speed."""
     metrics = read_parquet(config.drafter_dir / "metrics.parquet")
     steps = metrics[metrics["split"] == "train"].drop_duplicates("step")
-    lines = [f"{len(steps)} optimiser steps, {steps['tok'].sum():,} response tokens in {steps['seconds'].sum():.0f} s: {steps['tok'].sum() / steps['seconds'].sum():,.0f} tok/s"]
+    lines = [
+        f"{len(steps)} optimiser steps, {steps['tok'].sum():,} response tokens in {steps['seconds'].sum():.0f} s: {steps['tok'].sum() / steps['seconds'].sum():,.0f} tok/s"
+    ]
     for row in metrics[metrics["step"] == metrics["step"].max()].itertuples():
-        lines.append(f"{row.split:8} draft step {row.draft_step + 1}: loss {row.loss:.3f}, accuracy {row.accuracy:.3f} over {row.slots:,} supervised slots")
+        lines.append(
+            f"{row.split:8} draft step {row.draft_step + 1}: loss {row.loss:.3f}, accuracy {row.accuracy:.3f} over {row.slots:,} supervised slots"
+        )
     judged = metrics.dropna(subset="acceptance_length").drop_duplicates("step")
     if len(judged):
-        lines.append(f"held-out acceptance length by the offline walk, bonus token included: {judged['acceptance_length'].iloc[-1]:.3f} (best {judged['acceptance_length'].max():.3f})")
+        lines.append(
+            f"held-out acceptance length by the offline walk, bonus token included: {judged['acceptance_length'].iloc[-1]:.3f} (best {judged['acceptance_length'].max():.3f})"
+        )
     return "\n".join([*lines, *filter(None, [weights_text(config)])])
 
 
@@ -621,13 +964,26 @@ def weights_text(config: Config) -> str:
     folder = config.drafter_dir
     if not (folder / BEST).is_file() or not (folder / "metrics.parquet").is_file():
         return ""
-    judged = read_parquet(folder / "metrics.parquet").dropna(subset="acceptance_length").drop_duplicates("step")
+    judged = (
+        read_parquet(folder / "metrics.parquet")
+        .dropna(subset="acceptance_length")
+        .drop_duplicates("step")
+    )
     best, used = read_record(folder, BEST), read_record(folder, config.drafter_file)
     if judged.empty or "steps" not in used:
         return ""
-    last_step, last_length = int(judged["step"].iloc[-1]), float(judged["acceptance_length"].iloc[-1])
+    last_step, last_length = (
+        int(judged["step"].iloc[-1]),
+        float(judged["acceptance_length"].iloc[-1]),
+    )
     best_step, best_length = best["steps"], best["heldout_acceptance_length"]
-    names = [name for name, step in (("best", best_step), ("last", last_step)) if used["steps"] == step]
+    names = [
+        name for name, step in (("best", best_step), ("last", last_step)) if used["steps"] == step
+    ]
     text = f"held-out acceptance length: best at step {best_step} ({best_length:.3f}), last at step {last_step} ({last_length:.3f}); "
-    text += f"this drafter is the {' and the '.join(names)}" if names else f"this drafter is that of step {used['steps']}"
+    text += (
+        f"this drafter is the {' and the '.join(names)}"
+        if names
+        else f"this drafter is that of step {used['steps']}"
+    )
     return text + ("; the best: -p drafter_weights best" if "best" not in names else "")

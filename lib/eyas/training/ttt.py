@@ -50,13 +50,22 @@ def step_weights(n_steps: int, decay: float) -> list[float]:
     return [decay**s / sum(decay**i for i in range(n_steps)) for s in range(n_steps)]
 
 
-def batch_loss(drafter: Drafter, batch: Batch, teacher: Teacher, loss: Loss, weights: list[float], counts: list[int] | None = None) -> Losses:
+def batch_loss(
+    drafter: Drafter,
+    batch: Batch,
+    teacher: Teacher,
+    loss: Loss,
+    weights: list[float],
+    counts: list[int] | None = None,
+) -> Losses:
     """Loss over K = len(weights) steps of a pack; step s counts weights[s] / counts[s] for each of its supervised slots.
 
     `counts`: what each step's sum is divided by, where the pack is a part of what an optimiser step sees; its own supervised slots otherwise.
     """
     names, trained = zip(*((name, p) for name, p in drafter.named_parameters() if p.requires_grad))
-    total, *sums = TrainingTimeTest.apply(drafter, batch, teacher, loss, weights, counts, names, torch.is_grad_enabled(), *trained)
+    total, *sums = TrainingTimeTest.apply(
+        drafter, batch, teacher, loss, weights, counts, names, torch.is_grad_enabled(), *trained
+    )
     return Losses(total, *(part.tolist() for part in sums))
 
 
@@ -65,7 +74,12 @@ class TrainingTimeTest(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, drafter, batch, teacher, loss, weights, counts, names, learns, *trained):
-        low, n_steps, active, device = teacher.rows.dtype, len(weights), len(batch.active), batch.states.device
+        low, n_steps, active, device = (
+            teacher.rows.dtype,
+            len(weights),
+            len(batch.active),
+            batch.states.device,
+        )
         steps = Steps(drafter, batch, n_steps, low)
         supervised, rows, slots = [], [], []
         for s in range(n_steps):
@@ -74,15 +88,37 @@ class TrainingTimeTest(torch.autograd.Function):
             rows.append(at)
             slots.append(len(at))
         supervised, rows = torch.cat(supervised), torch.cat(rows)
-        scale = torch.tensor([w / max(n, 1) for w, n in zip(weights, counts or slots)], dtype=drafter.norm.weight.dtype, device=device).repeat_interleave(torch.tensor(slots, device=device))
+        scale = torch.tensor(
+            [w / max(n, 1) for w, n in zip(weights, counts or slots)],
+            dtype=drafter.norm.weight.dtype,
+            device=device,
+        ).repeat_interleave(torch.tensor(slots, device=device))
         x = torch.stack(steps.normed).flatten(0, 1).index_select(0, supervised)  # [M, H]
-        learns = learns and any(ctx.needs_input_grad)  # these are told whether the weights could have one, not whether one is wanted
-        losses, hits, grad_x, grad_weight = head_loss(x, drafter.lm_head.weight, teacher(batch.last), rows, batch.labels[rows], scale, loss, low, learns)
+        learns = learns and any(
+            ctx.needs_input_grad
+        )  # these are told whether the weights could have one, not whether one is wanted
+        losses, hits, grad_x, grad_weight = head_loss(
+            x,
+            drafter.lm_head.weight,
+            teacher(batch.last),
+            rows,
+            batch.labels[rows],
+            scale,
+            loss,
+            low,
+            learns,
+        )
         if learns:
             by_normed = x.new_zeros(n_steps * active, x.shape[1]).index_copy_(0, supervised, grad_x)
-            found = steps.gradients(by_normed.unflatten(0, (n_steps, active))) | {"lm_head.weight": grad_weight}
+            found = steps.gradients(by_normed.unflatten(0, (n_steps, active))) | {
+                "lm_head.weight": grad_weight
+            }
             ctx.found = [found[name] for name in names]
-        sums = torch.stack([part.sum() for part in losses.split(slots)]), torch.stack([part.sum() for part in hits.split(slots)]), torch.tensor(slots)
+        sums = (
+            torch.stack([part.sum() for part in losses.split(slots)]),
+            torch.stack([part.sum() for part in hits.split(slots)]),
+            torch.tensor(slots),
+        )
         ctx.mark_non_differentiable(*sums)
         return (losses * scale).sum(), *sums
 

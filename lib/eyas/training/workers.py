@@ -21,7 +21,11 @@ END_S = 10.0  # until a process that was told to end is killed
 def shared(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on pages that processes begun later have in common with this one. They are no file and count for no limit of /dev/shm."""
     pages = mmap.mmap(-1, tensor.nbytes)
-    return torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape).copy_(tensor)
+    return (
+        torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel())
+        .view(tensor.shape)
+        .copy_(tensor)
+    )
 
 
 @contextlib.contextmanager
@@ -53,7 +57,17 @@ class Team:
         context = multiprocessing.get_context("fork")  # what is there already is not loaded again
         for number in range(1, n):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(member, number, theirs, [ours, *(connection for connection, _ in self.others)]), name=f"train-{number}", daemon=True)
+            process = context.Process(
+                target=_serve,
+                args=(
+                    member,
+                    number,
+                    theirs,
+                    [ours, *(connection for connection, _ in self.others)],
+                ),
+                name=f"train-{number}",
+                daemon=True,
+            )
             process.start()
             theirs.close()
             self.others.append((ours, process))
@@ -61,7 +75,9 @@ class Team:
     def each(self, method: str, *args) -> list:
         """member.method(*args) in every process at once; what each gave, by its number. An error in any is raised here, once all have answered."""
         for connection, _ in self.others:
-            with contextlib.suppress(ConnectionError):  # of one that is gone the answer will be missing
+            with contextlib.suppress(
+                ConnectionError
+            ):  # of one that is gone the answer will be missing
                 connection.send((method, args))
         found, error = [], None
         try:
@@ -91,15 +107,25 @@ class Team:
 
 
 def _ended(code: int | None) -> EyasError:
-    how = "was killed, as the system does where memory ends" if code == -signal.SIGKILL else f"ended by itself (exit code {code})"
-    return EyasError(f"a process that shares the training {how}", "one for each of the threads", "the same command, which goes on at the last checkpoint; it needs less memory with -p threads 1 or a -p pass_tok")
+    how = (
+        "was killed, as the system does where memory ends"
+        if code == -signal.SIGKILL
+        else f"ended by itself (exit code {code})"
+    )
+    return EyasError(
+        f"a process that shares the training {how}",
+        "one for each of the threads",
+        "the same command, which goes on at the last checkpoint; it needs less memory with -p threads 1 or a -p pass_tok",
+    )
 
 
 def _serve(member, number: int, connection: Connection, not_ours: list[Connection]) -> None:
     """The life of another process: calls are answered until the first one is gone, however that ended."""
     for other in not_ours:
         other.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first one ends the others
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all; the first one ends the others
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     member.number = number
     while True:

@@ -46,7 +46,11 @@ def register() -> None:
     from importlib.metadata import version
 
     if version("sglang") not in SGLANG_VERSIONS:
-        print(f"eyas_capture {VERSION} is made for SGLang {', '.join(SGLANG_VERSIONS)}, found {version('sglang')}", file=sys.stderr, flush=True)
+        print(
+            f"eyas_capture {VERSION} is made for SGLang {', '.join(SGLANG_VERSIONS)}, found {version('sglang')}",
+            file=sys.stderr,
+            flush=True,
+        )
         raise SystemExit(3)
     json.loads(os.environ["EYAS_CAPTURE"])
     _register_hooks()
@@ -56,6 +60,7 @@ def _register_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, name in HOOKS.items():
+
         def late(original, *args, _name=name, **kwargs):
             from eyas_capture import hooks
 
@@ -69,7 +74,13 @@ def check() -> dict:
     from importlib.metadata import version
 
     sglang = version("sglang")
-    found = {"name": "eyas_capture", "version": VERSION, "sglang": sglang, "ok": False, "detail": ""}
+    found = {
+        "name": "eyas_capture",
+        "version": VERSION,
+        "sglang": sglang,
+        "ok": False,
+        "detail": "",
+    }
     if sglang not in SGLANG_VERSIONS:
         return found | {"detail": f"made for SGLang {', '.join(SGLANG_VERSIONS)}, found {sglang}"}
     import importlib

@@ -21,7 +21,9 @@ def activate() -> str | None:
         return None
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.entrypoints.engine._set_envs_and_config", _fork, HookType.AFTER
+    )
     return "eyas_cpu.platform.PlainCpuPlatform"
 
 
@@ -42,12 +44,23 @@ def check() -> dict:
     from sglang.srt.platforms import current_platform
 
     if type(current_platform).__name__ != "PlainCpuPlatform":
-        return found | {"detail": f"SGLang chose the platform {type(current_platform).__name__}; set SGLANG_PLATFORM=eyas_cpu"}
+        return found | {
+            "detail": f"SGLang chose the platform {type(current_platform).__name__}; set SGLANG_PLATFORM=eyas_cpu"
+        }
     from eyas_cpu.eagle import OPS, missing, worker_class
 
     worker_class()
     platform = type(current_platform)
-    gone = [name for name in vars(platform) if not name.startswith("_") and not any(hasattr(base, name) for base in platform.__bases__)] + missing()
+    gone = [
+        name
+        for name in vars(platform)
+        if not name.startswith("_") and not any(hasattr(base, name) for base in platform.__bases__)
+    ] + missing()
     if gone:
-        return found | {"detail": f"not as in SGLang {', '.join(SGLANG_VERSIONS)}: {', '.join(gone)}"}
-    return found | {"ok": True, "detail": f"SGLang runs on the plain CPU platform; EAGLE3: {len(OPS)} functions to put in place"}
+        return found | {
+            "detail": f"not as in SGLang {', '.join(SGLANG_VERSIONS)}: {', '.join(gone)}"
+        }
+    return found | {
+        "ok": True,
+        "detail": f"SGLang runs on the plain CPU platform; EAGLE3: {len(OPS)} functions to put in place",
+    }

@@ -18,7 +18,9 @@ from eyas_cpu import mla
 
 def window(req_to_token, req_pool_indices, start, length: int) -> torch.Tensor:
     """The slots of `length` tokens of each request from its `start` on, [R, length]."""
-    return req_to_token[req_pool_indices.long()[:, None], start.long()[:, None] + torch.arange(length)].long()
+    return req_to_token[
+        req_pool_indices.long()[:, None], start.long()[:, None] + torch.arange(length)
+    ].long()
 
 
 class PlainAttention(TorchNativeAttnBackend):
@@ -39,7 +41,12 @@ class PlainAttention(TorchNativeAttnBackend):
         elif mode.is_target_verify():
             spec = forward_batch.spec_info
             n = spec.draft_token_num
-            self.see(forward_batch.req_pool_indices, forward_batch.seq_lens, n, None if spec.tree_topk == 1 else spec.custom_mask.view(-1, n, n))
+            self.see(
+                forward_batch.req_pool_indices,
+                forward_batch.seq_lens,
+                n,
+                None if spec.tree_topk == 1 else spec.custom_mask.view(-1, n, n),
+            )
         elif mode.is_draft_extend_v2():
             n = forward_batch.spec_info.num_tokens_per_req
             self.see(forward_batch.req_pool_indices, forward_batch.seq_lens - n, n)
@@ -49,8 +56,14 @@ class PlainAttention(TorchNativeAttnBackend):
     def see(self, requests, before, n: int, tree=None) -> None:
         """`n` query tokens of each request after `before` [R] tokens of it that all of them see. Of the `n`, each sees itself and those in
         front of it, or what `tree` [R, n, n] says."""
-        column = torch.arange(int(before.max()) + n) - before[:, None]  # [R, L]; 0: the first query token
-        self.slots = self.req_to_token_pool.req_to_token[requests, : column.shape[1]].long().where(column < n, 0)
+        column = (
+            torch.arange(int(before.max()) + n) - before[:, None]
+        )  # [R, L]; 0: the first query token
+        self.slots = (
+            self.req_to_token_pool.req_to_token[requests, : column.shape[1]]
+            .long()
+            .where(column < n, 0)
+        )
         if tree is None:
             self.seen = column[:, None] <= torch.arange(n)[:, None]
         else:
@@ -59,7 +72,11 @@ class PlainAttention(TorchNativeAttnBackend):
 
     def _plain(self, layer) -> bool:
         window = layer.sliding_window_size
-        ordinary = not layer.is_cross_attention and layer.attn_type == AttentionType.DECODER and layer.qk_head_dim == layer.v_head_dim
+        ordinary = (
+            not layer.is_cross_attention
+            and layer.attn_type == AttentionType.DECODER
+            and layer.qk_head_dim == layer.v_head_dim
+        )
         return ordinary and (window is None or window < 0)
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
@@ -69,15 +86,31 @@ class PlainAttention(TorchNativeAttnBackend):
 
     def _padded(self, q, k, v, layer, forward_batch, save_kv_cache):
         if save_kv_cache:
-            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v)
+            self.token_to_kv_pool.set_kv_buffer(
+                layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v
+            )
         (requests, n, _), kv_heads, size = self.seen.shape, layer.tp_k_head_num, layer.qk_head_dim
-        q = q.reshape(requests, n, kv_heads, -1, size).transpose(1, 2).reshape(requests, kv_heads, -1, size)  # [R, Hk, n * G, E]: a group shares a key head
+        q = (
+            q.reshape(requests, n, kv_heads, -1, size)
+            .transpose(1, 2)
+            .reshape(requests, kv_heads, -1, size)
+        )  # [R, Hk, n * G, E]: a group shares a key head
         group = q.shape[2] // n
         if group not in self.masks:
-            self.masks[group] = (self.seen if n == 1 else self.seen.repeat_interleave(group, 1))[:, None]
+            self.masks[group] = (self.seen if n == 1 else self.seen.repeat_interleave(group, 1))[
+                :, None
+            ]
         pool = self.token_to_kv_pool
-        keys, values = (self._gather(buffer, kv_heads, q) for buffer in (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)))
-        out = scaled_dot_product_attention(q, keys, values, attn_mask=self.masks[group], scale=layer.scaling)  # [R, Hk, n * G, E]
+        keys, values = (
+            self._gather(buffer, kv_heads, q)
+            for buffer in (
+                pool.get_key_buffer(layer.layer_id),
+                pool.get_value_buffer(layer.layer_id),
+            )
+        )
+        out = scaled_dot_product_attention(
+            q, keys, values, attn_mask=self.masks[group], scale=layer.scaling
+        )  # [R, Hk, n * G, E]
         return out.view(requests, kv_heads, n, group, -1).transpose(1, 2).reshape(requests * n, -1)
 
     def _gather(self, buffer, kv_heads: int, q):
@@ -88,21 +121,40 @@ class PlainAttention(TorchNativeAttnBackend):
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
         if self.slots is not None:
             if not (self._plain(layer) or mla.absorbed(layer)) or k is None:
-                raise NotImplementedError("eyas_cpu: speculative decoding of layers with a sliding window or cross-attention")
+                raise NotImplementedError(
+                    "eyas_cpu: speculative decoding of layers with a sliding window or cross-attention"
+                )
             return self._padded(q, k, v, layer, forward_batch, save_kv_cache)
-        if self.lengths is not None and sum(self.lengths) == len(q) and mla.explicit(q, k, v, layer):
+        if (
+            self.lengths is not None
+            and sum(self.lengths) == len(q)
+            and mla.explicit(q, k, v, layer)
+        ):
             return mla.prefill(q, k, v, layer, self.lengths)
-        if self.lengths is None or not self._plain(layer) or k is None or sum(self.lengths) != len(q):
+        if (
+            self.lengths is None
+            or not self._plain(layer)
+            or k is None
+            or sum(self.lengths) != len(q)
+        ):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
         if save_kv_cache:
-            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v)
+            self.token_to_kv_pool.set_kv_buffer(
+                layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v
+            )
         out = torch.empty_like(q)
-        queries, keys, values, rows = (x.view(len(q), -1, layer.qk_head_dim).transpose(0, 1) for x in (q, k, v, out))  # [heads, S, E]
+        queries, keys, values, rows = (
+            x.view(len(q), -1, layer.qk_head_dim).transpose(0, 1) for x in (q, k, v, out)
+        )  # [heads, S, E]
         start = 0
         for length in self.lengths:
             part = slice(start, start + length)
             rows[:, part] = scaled_dot_product_attention(
-                queries[None, :, part], keys[None, :, part], values[None, :, part], is_causal=True, scale=layer.scaling,
+                queries[None, :, part],
+                keys[None, :, part],
+                values[None, :, part],
+                is_causal=True,
+                scale=layer.scaling,
                 enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
             )[0]
             start += length
@@ -125,10 +177,16 @@ class PlainDraftAttention:
         committed = forward_batch.seq_lens  # [R]
         longest, rows = int(committed.max()), self.attn_backends[0].req_to_token_pool.req_to_token
         shared = rows[forward_batch.req_pool_indices, :longest].long()  # [R, L]
-        own = window(rows, forward_batch.req_pool_indices, committed, self.topk * self.steps).view(-1, self.steps)  # [R * topk, steps]
+        own = window(rows, forward_batch.req_pool_indices, committed, self.topk * self.steps).view(
+            -1, self.steps
+        )  # [R * topk, steps]
         inside = torch.arange(longest) < committed[:, None]
-        shared, inside = (x.repeat_interleave(self.topk, 0) for x in (shared.where(inside, 0), inside))
+        shared, inside = (
+            x.repeat_interleave(self.topk, 0) for x in (shared.where(inside, 0), inside)
+        )
         for step, backend in enumerate(self.attn_backends, start=1):
             backend.masks, backend.swa_out_cache_loc, backend.lengths = {}, None, None
             backend.slots = torch.cat([shared, own[:, :step]], 1)  # [R * topk, L + step]
-            backend.seen = torch.cat([inside, inside.new_ones(len(own), step)], 1)[:, None]  # [R * topk, 1, L + step]
+            backend.seen = torch.cat([inside, inside.new_ones(len(own), step)], 1)[
+                :, None
+            ]  # [R * topk, 1, L + step]

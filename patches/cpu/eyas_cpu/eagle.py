@@ -13,27 +13,48 @@ import torch
 from eyas_cpu.attention import PlainAttention, PlainDraftAttention, window
 
 
-def draft_slots(req_pool_indices, req_to_token, seq_lens, out_cache_loc, topk, num_cols, positions=None, mrope=None) -> None:
+def draft_slots(
+    req_pool_indices,
+    req_to_token,
+    seq_lens,
+    out_cache_loc,
+    topk,
+    num_cols,
+    positions=None,
+    mrope=None,
+) -> None:
     """Where drafts write their keys: the `topk * num_cols` slots after each request's committed tokens."""
-    out_cache_loc.view(len(seq_lens), -1).copy_(window(req_to_token, req_pool_indices, seq_lens, topk * num_cols))
+    out_cache_loc.view(len(seq_lens), -1).copy_(
+        window(req_to_token, req_pool_indices, seq_lens, topk * num_cols)
+    )
 
 
-def verify_slots(req_pool_indices, req_to_token, start_offset, end_offset, batch_size, draft_token_num, device) -> torch.Tensor:
+def verify_slots(
+    req_pool_indices, req_to_token, start_offset, end_offset, batch_size, draft_token_num, device
+) -> torch.Tensor:
     """Where a verify step writes its keys, [R * n]: the platform's `get_speculative_cache_locs_fn`."""
     return window(req_to_token, req_pool_indices, start_offset, draft_token_num).flatten()
 
 
-def write_slots(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, batch_size) -> None:
+def write_slots(
+    req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, batch_size
+) -> None:
     """Newly allocated slots, one request after the other, into the table: tokens from `start_offset` up to `end_offset` of each."""
     done = 0
-    for request, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
+    for request, start, end in zip(
+        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
+    ):
         req_to_token[request, start:end] = out_cache_loc[done : done + end - start]
         done += end - start
 
 
 def bonus_tokens(accept_tokens, accept_lens, bonus_tokens, accept_stride, batch_size) -> None:
     """The last accepted token of each request; `accept_lens` counts it."""
-    bonus_tokens.copy_(accept_tokens.view(batch_size, accept_stride).gather(1, accept_lens[:, None].long() - 1)[:, 0])
+    bonus_tokens.copy_(
+        accept_tokens.view(batch_size, accept_stride).gather(1, accept_lens[:, None].long() - 1)[
+            :, 0
+        ]
+    )
 
 
 def best_children(i, topk_p, topk_index, hidden_states, scores, topk):
@@ -43,18 +64,40 @@ def best_children(i, topk_p, topk_index, hidden_states, scores, topk):
     A node's score is its parent's times its own probability. Parents are places among all proposals so far: level 0 is -1, topk of level 1 follow ...
     """
     if i == 0:  # [R, topk] of the last committed token
-        return topk_index.flatten(), hidden_states.repeat_interleave(topk, 0), topk_p, (topk_p[:, None], topk_index, torch.arange(-1, topk).expand(len(topk_p), -1))
+        return (
+            topk_index.flatten(),
+            hidden_states.repeat_interleave(topk, 0),
+            topk_p,
+            (topk_p[:, None], topk_index, torch.arange(-1, topk).expand(len(topk_p), -1)),
+        )
     requests = len(scores)
-    scores = scores[:, :, None] * topk_p.view(requests, topk, topk)  # [R, topk of parents, topk of children]
+    scores = scores[:, :, None] * topk_p.view(
+        requests, topk, topk
+    )  # [R, topk of parents, topk of children]
     tokens = topk_index.view(requests, topk * topk)
     kept, place = scores.flatten(1).topk(topk)  # [R, topk]
     parents = (place // topk + torch.arange(0, requests * topk, topk)[:, None]).flatten()
-    return tokens.gather(1, place).flatten(), hidden_states[parents], kept, (scores, tokens, place + topk + topk * topk * (i - 1))
+    return (
+        tokens.gather(1, place).flatten(),
+        hidden_states[parents],
+        kept,
+        (scores, tokens, place + topk + topk * topk * (i - 1)),
+    )
 
 
 def build_tree(
-    parent_list, top_scores_index, seq_lens, tree_mask, positions, retrieve_index, retrieve_next_token, retrieve_next_sibling,
-    topk, spec_steps, num_verify_tokens, tree_mask_mode,
+    parent_list,
+    top_scores_index,
+    seq_lens,
+    tree_mask,
+    positions,
+    retrieve_index,
+    retrieve_next_token,
+    retrieve_next_sibling,
+    topk,
+    spec_steps,
+    num_verify_tokens,
+    tree_mask_mode,
 ) -> None:
     """Who sees whom, at which position, and the links by which verification walks: child, then its next sibling, -1 at the end.
 
@@ -66,10 +109,14 @@ def build_tree(
     see = tree_mask.view(-1, n, n)
     see.copy_(torch.eye(n, dtype=torch.bool))
     depth = torch.zeros_like(retrieve_index)  # [R, n]
-    for r, (places, parents) in enumerate(zip(top_scores_index.tolist(), parent_list.tolist(), strict=True)):
+    for r, (places, parents) in enumerate(
+        zip(top_scores_index.tolist(), parent_list.tolist(), strict=True)
+    ):
         node_at = {place: i for i, place in enumerate(places, start=1)}
         child, sibling = [-1] * n, [-1] * n
-        for i in range(n - 1, 0, -1):  # from the worst draft on, so that the best sibling is met first
+        for i in range(
+            n - 1, 0, -1
+        ):  # from the worst draft on, so that the best sibling is met first
             parent = places[i - 1] // topk and node_at[parents[places[i - 1] // topk]]
             child[parent], sibling[i] = i, child[parent]
         for i, place in enumerate(places, start=1):  # parents stand before their children
@@ -81,12 +128,28 @@ def build_tree(
     positions.copy_((seq_lens[:, None] + depth).flatten())
 
 
-def verify_greedy(predicts, accept_index, accept_token_num, candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling, target_predict, topk=-1):
+def verify_greedy(
+    predicts,
+    accept_index,
+    accept_token_num,
+    candidates,
+    retrieve_index,
+    retrieve_next_token,
+    retrieve_next_sibling,
+    target_predict,
+    topk=-1,
+):
     """From the root on, the child that is the target's own choice; `predicts` holds that choice at every node of the path, the bonus token last."""
     n = candidates.shape[1]
-    for r, (drafted, wanted, child, sibling) in enumerate(zip(
-        candidates.tolist(), target_predict.tolist(), retrieve_next_token.tolist(), retrieve_next_sibling.tolist(), strict=True,
-    )):
+    for r, (drafted, wanted, child, sibling) in enumerate(
+        zip(
+            candidates.tolist(),
+            target_predict.tolist(),
+            retrieve_next_token.tolist(),
+            retrieve_next_sibling.tolist(),
+            strict=True,
+        )
+    ):
         path, node = [0], child[0]
         while node != -1 and len(path) < accept_index.shape[1]:
             if drafted[node] == wanted[path[-1]]:
@@ -96,21 +159,41 @@ def verify_greedy(predicts, accept_index, accept_token_num, candidates, retrieve
                 node = sibling[node]
         accept_index[r, : len(path)] = torch.tensor(path) + r * n
         accept_token_num[r] = len(path) - 1
-        predicts[r * n + torch.tensor(path)] = torch.tensor([wanted[node] for node in path], dtype=predicts.dtype)
+        predicts[r * n + torch.tensor(path)] = torch.tensor(
+            [wanted[node] for node in path], dtype=predicts.dtype
+        )
     return predicts, accept_index, accept_token_num
 
 
 def verify_sampled(
-    predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token, retrive_next_sibling,
-    uniform_samples, uniform_samples_for_final_sampling, target_probs, draft_probs, threshold_single=1.0, threshold_acc=1.0, deterministic=True,
+    predicts,
+    accept_index,
+    accept_token_num,
+    candidates,
+    retrive_index,
+    retrive_next_token,
+    retrive_next_sibling,
+    uniform_samples,
+    uniform_samples_for_final_sampling,
+    target_probs,
+    draft_probs,
+    threshold_single=1.0,
+    threshold_acc=1.0,
+    deterministic=True,
 ) -> None:
     """As `verify_greedy`, with a token drawn from the target's `target_probs` [R, n, V] in the place of its argmax: one coin a node; its children are accepted
     while the coin is below their probabilities summed up so far (multi-round rejection sampling); where none is, the last token is drawn from what they leave.
     """
     n = candidates.shape[1]
-    for r, (drafted, coins, child, sibling) in enumerate(zip(
-        candidates.tolist(), uniform_samples.tolist(), retrive_next_token.tolist(), retrive_next_sibling.tolist(), strict=True,
-    )):
+    for r, (drafted, coins, child, sibling) in enumerate(
+        zip(
+            candidates.tolist(),
+            uniform_samples.tolist(),
+            retrive_next_token.tolist(),
+            retrive_next_sibling.tolist(),
+            strict=True,
+        )
+    ):
         path, node, tried, mass = [0], child[0], [], 0.0
         while node != -1 and len(path) < accept_index.shape[1]:
             probability = float(target_probs[r, path[-1], drafted[node]])
@@ -124,10 +207,16 @@ def verify_sampled(
         left = target_probs[r, path[-1]].double()
         left[tried] = 0
         left = left.cumsum(0)
-        last = int(torch.searchsorted(left, uniform_samples_for_final_sampling[r].double() * left[-1], right=True).clamp(max=len(left) - 1))
+        last = int(
+            torch.searchsorted(
+                left, uniform_samples_for_final_sampling[r].double() * left[-1], right=True
+            ).clamp(max=len(left) - 1)
+        )
         accept_index[r, : len(path)] = torch.tensor(path) + r * n
         accept_token_num[r] = len(path) - 1
-        predicts[r * n + torch.tensor(path)] = torch.tensor([*(drafted[node] for node in path[1:]), last], dtype=predicts.dtype)
+        predicts[r * n + torch.tensor(path)] = torch.tensor(
+            [*(drafted[node] for node in path[1:]), last], dtype=predicts.dtype
+        )
 
 
 def keep_top_k(probs, top_ks) -> torch.Tensor:
@@ -169,7 +258,14 @@ def accepted_slots(accept_index, out_cache_loc, accept_out_cache_loc, size) -> N
 class PlainDraftBackends:
     """In the place of SGLang's `DraftBackendFactory`, which knows no `torch_native`."""
 
-    def __init__(self, draft_model_runner, topk, speculative_num_steps, seed_dsa_topk_from_draft_extend=False, qsa_profile=None):
+    def __init__(
+        self,
+        draft_model_runner,
+        topk,
+        speculative_num_steps,
+        seed_dsa_topk_from_draft_extend=False,
+        qsa_profile=None,
+    ):
         self.runner, self.topk, self.steps = draft_model_runner, topk, speculative_num_steps
 
     def create_decode_backend(self):
@@ -213,7 +309,11 @@ def missing() -> list[str]:
     for name, plain in OPS.items():
         module, _, attribute = name.rpartition(".")
         there = getattr(importlib.import_module(module), attribute, NotImplemented)
-        if there is NotImplemented or (there not in (None, plain) and list(inspect.signature(there).parameters) != list(inspect.signature(plain).parameters)):
+        if there is NotImplemented or (
+            there not in (None, plain)
+            and list(inspect.signature(there).parameters)
+            != list(inspect.signature(plain).parameters)
+        ):
             wrong.append(name)
     return wrong
 
@@ -222,7 +322,9 @@ def put_in_place() -> None:
     """Replace what OPS names; RuntimeError, which ends the server, where this SGLang has something else there."""
     wrong = missing()
     if wrong:
-        raise RuntimeError("eyas_cpu: not as in the SGLang that this was made for: " + ", ".join(wrong))
+        raise RuntimeError(
+            "eyas_cpu: not as in the SGLang that this was made for: " + ", ".join(wrong)
+        )
     for name, plain in OPS.items():
         module, _, attribute = name.rpartition(".")
         setattr(importlib.import_module(module), attribute, plain)
@@ -236,7 +338,9 @@ def worker_class() -> type:
     class PlainEagleWorker(EAGLEWorkerV2):
         def __init__(self, *args, **kwargs):
             if get_spec().speculative_use_rejection_sampling:
-                raise NotImplementedError("eyas_cpu: --speculative-use-rejection-sampling has no plain-torch form; leave it out, sampled requests are verified all the same")
+                raise NotImplementedError(
+                    "eyas_cpu: --speculative-use-rejection-sampling has no plain-torch form; leave it out, sampled requests are verified all the same"
+                )
             put_in_place()
             super().__init__(*args, **kwargs)
 

@@ -13,7 +13,12 @@ MOST_TOK = 32
 
 class FewTokens(UnquantizedLinearMethod):
     def apply(self, layer, x, bias=None):
-        if bias is not None or x.dtype != torch.bfloat16 or x.dim() != 2 or not 0 < len(x) <= MOST_TOK:
+        if (
+            bias is not None
+            or x.dtype != torch.bfloat16
+            or x.dim() != 2
+            or not 0 < len(x) <= MOST_TOK
+        ):
             return super().apply(layer, x, bias)
         if len(x) == 1:
             return torch.mv(layer.weight, x[0])[None]

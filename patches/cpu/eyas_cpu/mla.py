@@ -17,13 +17,29 @@ def absorbed(layer) -> bool:
 
 def explicit(q, k, v, layer) -> bool:
     """Keys and values a head each, of different sizes, for just these queries."""
-    return k is not None and v is not None and len(k) == len(q) and layer.qk_head_dim != layer.v_head_dim and layer.tp_q_head_num == layer.tp_k_head_num
+    return (
+        k is not None
+        and v is not None
+        and len(k) == len(q)
+        and layer.qk_head_dim != layer.v_head_dim
+        and layer.tp_q_head_num == layer.tp_k_head_num
+    )
 
 
 def prefill(q, k, v, layer, lengths: list[int]) -> torch.Tensor:
     """Causal attention of each sequence to itself; q and k [S, Hq * E], v [S, Hq * Ev] -> [S, Hq * Ev]. The model has written the latents already."""
-    queries, keys = (x.reshape(len(q), -1, layer.qk_head_dim).transpose(0, 1) for x in (q, k))  # [Hq, S, E]
+    queries, keys = (
+        x.reshape(len(q), -1, layer.qk_head_dim).transpose(0, 1) for x in (q, k)
+    )  # [Hq, S, E]
     values = v.reshape(len(q), -1, layer.v_head_dim).transpose(0, 1)  # [Hq, S, Ev]
     parts = zip(*(x.split(lengths, dim=1) for x in (queries, keys, values)))
-    out = torch.cat([scaled_dot_product_attention(a[None], b[None], c[None], is_causal=True, scale=layer.scaling)[0] for a, b, c in parts], dim=1)
+    out = torch.cat(
+        [
+            scaled_dot_product_attention(
+                a[None], b[None], c[None], is_causal=True, scale=layer.scaling
+            )[0]
+            for a, b, c in parts
+        ],
+        dim=1,
+    )
     return out.transpose(0, 1).flatten(1)

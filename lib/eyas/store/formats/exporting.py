@@ -15,7 +15,9 @@ from eyas.store.formats.speculators_v1 import write_speculators_v1
 from eyas.store.reader import Store
 
 
-def export_store(store: Store, name: str, folder: Path, boundaries: tuple[int, ...], split: str | None = None) -> str:
+def export_store(
+    store: Store, name: str, folder: Path, boundaries: tuple[int, ...], split: str | None = None
+) -> str:
     """Write the extracted samples (of one split) as files of another project into an empty folder; gives a line that says what was written.
 
     Samples are numbered in index order; those of an import keep the numbers that they came with, except for `speculators`, whose rows have no gaps.
@@ -24,27 +26,50 @@ def export_store(store: Store, name: str, folder: Path, boundaries: tuple[int, .
     format, folder = FORMATS[name], Path(folder).expanduser()
     missing = [b for b in boundaries if b not in store.boundaries[:-1]]
     if missing:
-        raise EyasError(f"the store has boundaries {list(store.boundaries)}, not {missing} and the last", "", "-p boundaries '[...]' with some of them")
+        raise EyasError(
+            f"the store has boundaries {list(store.boundaries)}, not {missing} and the last",
+            "",
+            "-p boundaries '[...]' with some of them",
+        )
     last_state = store.manifest.get("last_state", PRE)
     if last_state == POST and format.norm == PRE:
-        raise EyasError(f"the store's last states are {POST}, files of {name} hold them {PRE}, and the norm can't be undone", "a format with states after the norm", "--to specforge")
+        raise EyasError(
+            f"the store's last states are {POST}, files of {name} hold them {PRE}, and the norm can't be undone",
+            "a format with states after the norm",
+            "--to specforge",
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise EyasError(f"{folder.name!r} is not empty", "a folder that is empty or not there yet", "--out FOLDER")
+        raise EyasError(
+            f"{folder.name!r} is not empty",
+            "a folder that is empty or not there yet",
+            "--out FOLDER",
+        )
     ids = store.samples(split)
     if not ids:
-        raise EyasError("the store has no extracted sample" + (f" of split {split}" if split else ""), "one at least", "python -m eyas extract")
+        raise EyasError(
+            "the store has no extracted sample" + (f" of split {split}" if split else ""),
+            "one at least",
+            "python -m eyas extract",
+        )
     tokens = int(store.index.set_index("id").loc[ids, "length"].sum())
-    row_bytes = (len(boundaries) + 1) * store.manifest["hidden_size"] * max(getattr(torch, store.manifest["dtype"]).itemsize, 2) + 16
+    row_bytes = (len(boundaries) + 1) * store.manifest["hidden_size"] * max(
+        getattr(torch, store.manifest["dtype"]).itemsize, 2
+    ) + 16
     need_room(folder, tokens * row_bytes, "--out FOLDER on a larger disk")
     folder.mkdir(parents=True, exist_ok=True)
     with Progress(len(ids)) as progress:
-        {"speculators-v1": write_speculators_v1, "speculators": write_speculators, "specforge": write_specforge}[name](
-            folder, _outgoing(store, ids, boundaries, name, progress), store, boundaries)
+        {
+            "speculators-v1": write_speculators_v1,
+            "speculators": write_speculators,
+            "specforge": write_specforge,
+        }[name](folder, _outgoing(store, ids, boundaries, name, progress), store, boundaries)
     layers = [b - format.id_is_boundary_minus for b in boundaries]
     return f"{len(ids)} samples, {tokens:,} tokens, {bytes_text(tokens * row_bytes)} for {name}; boundaries {list(boundaries)} are its layer ids {layers}"
 
 
-def _outgoing(store: Store, ids: list[str], boundaries: tuple[int, ...], name: str, progress: Progress) -> Iterator[Sample]:
+def _outgoing(
+    store: Store, ids: list[str], boundaries: tuple[int, ...], name: str, progress: Progress
+) -> Iterator[Sample]:
     """The samples as the format has them: last state before or after the norm, ids and mask int64."""
     norming = FORMATS[name].norm == POST and store.manifest.get("last_state", PRE) == PRE
     head = store.head() if norming else None
@@ -54,5 +79,10 @@ def _outgoing(store: Store, ids: list[str], boundaries: tuple[int, ...], name: s
         states = list(found["states"].values())  # [T, H] each
         if head is not None:
             states[-1] = head.normed(states[-1]).to(states[-1].dtype)
-        yield Sample(int(id.rsplit("-", 1)[1]) if own_numbers else place, found["input_ids"], found["loss_mask"].long(), states)
+        yield Sample(
+            int(id.rsplit("-", 1)[1]) if own_numbers else place,
+            found["input_ids"],
+            found["loss_mask"].long(),
+            states,
+        )
         progress.update(samples=1, tok=len(found["input_ids"]), bytes=sum(t.nbytes for t in states))

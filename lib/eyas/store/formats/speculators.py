@@ -23,21 +23,42 @@ class Speculators:
     def __init__(self, source: Path, n_states: int, hidden_size: int):
         """Row i of the Arrow data set belongs to hs_{i}; a row without a file is in `missing`."""
         self.n_states, self.hidden_size = n_states, hidden_size
-        self.paths = numbered(source, (source / "hidden_states").glob("hs_*.safetensors"), r"hs_(\d+)\.safetensors")
-        self.starts, self.batches, rows = [], [], 0  # first row of a batch, the batch, memory-mapped
+        self.paths = numbered(
+            source, (source / "hidden_states").glob("hs_*.safetensors"), r"hs_(\d+)\.safetensors"
+        )
+        self.starts, self.batches, rows = (
+            [],
+            [],
+            0,
+        )  # first row of a batch, the batch, memory-mapped
         state = read_described(source, source / "state.json")
         entries = state.get("_data_files")
-        for name in [str(entry.get("filename")) if isinstance(entry, dict) else "" for entry in entries] if isinstance(entries, list) else [""]:
+        for name in (
+            [str(entry.get("filename")) if isinstance(entry, dict) else "" for entry in entries]
+            if isinstance(entries, list)
+            else [""]
+        ):
             if not name or Path(name).name != name:
-                raise EyasError(f"state.json names the data file {name!r}", "a file beside it", "save the data set again: datasets.save_to_disk")
+                raise EyasError(
+                    f"state.json names the data file {name!r}",
+                    "a file beside it",
+                    "save the data set again: datasets.save_to_disk",
+                )
             for batch in _arrow(source, source / name):
                 self.starts.append(rows)
                 self.batches.append(batch)
                 rows += len(batch)
         strays = [number for number in self.paths if number >= rows]
         if strays:
-            raise EyasError(f"{self.paths[strays[0]].name} has no row in the data set, which has {rows}", "a row for each file", "remove it, or save the data set again")
-        self.numbers, self.missing = list(self.paths), [number for number in range(rows) if number not in self.paths]
+            raise EyasError(
+                f"{self.paths[strays[0]].name} has no row in the data set, which has {rows}",
+                "a row for each file",
+                "remove it, or save the data set again",
+            )
+        self.numbers, self.missing = (
+            list(self.paths),
+            [number for number in range(rows) if number not in self.paths],
+        )
 
     @classmethod
     def said_boundaries(cls, source: Path) -> None:
@@ -47,7 +68,10 @@ class Speculators:
         """input_ids [T] and loss_mask [T] of a row."""
         place = bisect.bisect_right(self.starts, number) - 1
         batch, row = self.batches[place], number - self.starts[place]
-        return tuple(torch.tensor(batch.column(name)[row].values.to_numpy(zero_copy_only=False)) for name in ("input_ids", "loss_mask"))
+        return tuple(
+            torch.tensor(batch.column(name)[row].values.to_numpy(zero_copy_only=False))
+            for name in ("input_ids", "loss_mask")
+        )
 
     def open(self, number: int) -> Sample:
         """States in the dtype of the file."""
@@ -59,13 +83,21 @@ class Speculators:
             with safe_open(path, framework="pt") as file:
                 missing = {"hidden_states", "token_ids"} - set(file.keys())
                 if missing:
-                    raise EyasError(f"{path.name} has no {', '.join(sorted(missing))}", "hidden_states and token_ids", "make this file again")
+                    raise EyasError(
+                        f"{path.name} has no {', '.join(sorted(missing))}",
+                        "hidden_states and token_ids",
+                        "make this file again",
+                    )
                 found = {name: file.get_tensor(name) for name in file.keys()}
         except (SafetensorError, OSError) as error:
             raise torn(path, error) from None
         ids, mask = self._row(number)
         if not torch.equal(found["token_ids"], ids.to(found["token_ids"].dtype)):
-            raise EyasError(f"{path.name} holds other token ids than row {number} of the data set", "the same", "make this file again")
+            raise EyasError(
+                f"{path.name} holds other token ids than row {number} of the data set",
+                "the same",
+                "make this file again",
+            )
         states = found["hidden_states"]  # [T, n_states, H]
         sample = Sample(number, ids, mask, list(states.unbind(1)) if states.ndim == 3 else [states])
         return checked(path.name, sample, self.n_states, self.hidden_size), found.get(FP8_SCALES)
@@ -76,9 +108,18 @@ class Speculators:
         if sample.states[0].dtype != torch.float8_e4m3fn:
             return sample
         if scales is None or scales.numel() != len(sample.input_ids):
-            raise EyasError(f"{self.paths[number].name} holds fp8 states without a scale per token", FP8_SCALES, "make this file again")
+            raise EyasError(
+                f"{self.paths[number].name} holds fp8 states without a scale per token",
+                FP8_SCALES,
+                "make this file again",
+            )
         scales = scales.reshape(-1, 1).bfloat16()  # [T, 1]
-        return Sample(number, sample.input_ids, sample.loss_mask, [states.bfloat16() * scales for states in sample.states])
+        return Sample(
+            number,
+            sample.input_ids,
+            sample.loss_mask,
+            [states.bfloat16() * scales for states in sample.states],
+        )
 
 
 def _arrow(source: Path, path: Path) -> list[pa.RecordBatch]:
@@ -92,32 +133,74 @@ def _arrow(source: Path, path: Path) -> list[pa.RecordBatch]:
         raise torn(path, error) from None
     for name in ("input_ids", "loss_mask"):
         kind = schema.field(name).type if name in schema.names else None
-        lists = kind is not None and (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_integer(kind.value_type)
+        lists = (
+            kind is not None
+            and (pa.types.is_list(kind) or pa.types.is_large_list(kind))
+            and pa.types.is_integer(kind.value_type)
+        )
         if not lists or any(batch.column(name).null_count for batch in batches):
-            raise EyasError(f"{path.name} has no whole column {name} of integers", "input_ids and loss_mask", "speculators' own data preparation writes them")
+            raise EyasError(
+                f"{path.name} has no whole column {name} of integers",
+                "input_ids and loss_mask",
+                "speculators' own data preparation writes them",
+            )
     return batches
 
 
-def write_speculators(folder: Path, samples: Iterator[Sample], store: Store, boundaries: tuple[int, ...]) -> None:
+def write_speculators(
+    folder: Path, samples: Iterator[Sample], store: Store, boundaries: tuple[int, ...]
+) -> None:
     """What `datasets.save_to_disk` writes is an Arrow stream and two JSON files that name its columns."""
-    features = {name: {"feature": {"dtype": "int64", "_type": "Value"}, "_type": "Sequence"} for name in ("input_ids", "loss_mask")}
+    features = {
+        name: {"feature": {"dtype": "int64", "_type": "Value"}, "_type": "Sequence"}
+        for name in ("input_ids", "loss_mask")
+    }
     features["seq_len"] = {"dtype": "int64", "_type": "Value"}
-    schema = pa.schema([("input_ids", pa.list_(pa.int64())), ("loss_mask", pa.list_(pa.int64())), ("seq_len", pa.int64())],
-                       {"huggingface": json.dumps({"info": {"features": features}})})  # fmt: skip
+    schema = pa.schema(
+        [
+            ("input_ids", pa.list_(pa.int64())),
+            ("loss_mask", pa.list_(pa.int64())),
+            ("seq_len", pa.int64()),
+        ],
+        {"huggingface": json.dumps({"info": {"features": features}})},
+    )
 
     def write(path: Path) -> None:
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as rows:
             for sample in samples:
-                write_safetensors(folder / "hidden_states" / f"hs_{sample.number}.safetensors", {
-                    "hidden_states": torch.stack(sample.states, dim=1), "token_ids": sample.input_ids,  # [T, n, H], [T]
-                }, {})  # fmt: skip
-                columns = [pa.array([t.numpy()], pa.list_(pa.int64())) for t in (sample.input_ids, sample.loss_mask)]
-                rows.write_batch(pa.record_batch([*columns, pa.array([len(sample.input_ids)], pa.int64())], schema=schema))
+                write_safetensors(
+                    folder / "hidden_states" / f"hs_{sample.number}.safetensors",
+                    {
+                        "hidden_states": torch.stack(sample.states, dim=1),
+                        "token_ids": sample.input_ids,  # [T, n, H], [T]
+                    },
+                    {},
+                )
+                columns = [
+                    pa.array([t.numpy()], pa.list_(pa.int64()))
+                    for t in (sample.input_ids, sample.loss_mask)
+                ]
+                rows.write_batch(
+                    pa.record_batch(
+                        [*columns, pa.array([len(sample.input_ids)], pa.int64())], schema=schema
+                    )
+                )
 
     name = "data-00000-of-00001.arrow"
     write_atomic(folder / name, write)
-    write_json(folder / "dataset_info.json", {"citation": "", "description": "", "features": features, "homepage": "", "license": ""})
-    write_json(folder / "state.json", {
-        "_data_files": [{"filename": name}], "_fingerprint": sha256_json([store.manifest, list(store.index["content_hash"])])[:16],
-        "_format_columns": list(features), "_format_kwargs": {}, "_format_type": "torch", "_output_all_columns": False, "_split": None,
-    })  # fmt: skip
+    write_json(
+        folder / "dataset_info.json",
+        {"citation": "", "description": "", "features": features, "homepage": "", "license": ""},
+    )
+    write_json(
+        folder / "state.json",
+        {
+            "_data_files": [{"filename": name}],
+            "_fingerprint": sha256_json([store.manifest, list(store.index["content_hash"])])[:16],
+            "_format_columns": list(features),
+            "_format_kwargs": {},
+            "_format_type": "torch",
+            "_output_all_columns": False,
+            "_split": None,
+        },
+    )

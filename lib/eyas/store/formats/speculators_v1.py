@@ -29,63 +29,130 @@ class SpeculatorsV1:
         self.n_states, self.hidden_size = n_states, hidden_size
         self.paths = numbered(source, source.glob("data_*.pt"), r"data_(\d+)\.pt")
         self.numbers = list(self.paths)
-        self.lengths = {int(n): tok for n, tok in read_described(source, source / LENGTHS).items() if n.isdecimal()} if (source / LENGTHS).is_file() else {}
+        self.lengths = (
+            {
+                int(n): tok
+                for n, tok in read_described(source, source / LENGTHS).items()
+                if n.isdecimal()
+            }
+            if (source / LENGTHS).is_file()
+            else {}
+        )
         self.missing = sorted(set(self.lengths) - set(self.paths))
 
     @classmethod
     def said_boundaries(cls, source: Path) -> tuple[int, ...] | None:
         """The boundaries that data_config.json names, the last one included."""
-        config = read_described(source, source / "data_config.json") if (source / "data_config.json").is_file() else {}
+        config = (
+            read_described(source, source / "data_config.json")
+            if (source / "data_config.json").is_file()
+            else {}
+        )
         block = config.get("hidden_states")
         ids = block.get("layer_ids") if isinstance(block, dict) else None
-        return tuple(x + cls.id_is_boundary_minus for x in ids) if isinstance(ids, list) and ids and all(isinstance(x, int) for x in ids) else None
+        return (
+            tuple(x + cls.id_is_boundary_minus for x in ids)
+            if isinstance(ids, list) and ids and all(isinstance(x, int) for x in ids)
+            else None
+        )
 
     def open(self, number: int) -> Sample:
         path = self.paths[number]
         found = unpickled(path, ("input_ids", "hidden_states", "loss_mask"))
         states = found["hidden_states"] if isinstance(found["hidden_states"], (list, tuple)) else []
-        sample = checked(path.name, Sample(number, found["input_ids"], found["loss_mask"], list(states)), self.n_states, self.hidden_size)
+        sample = checked(
+            path.name,
+            Sample(number, found["input_ids"], found["loss_mask"], list(states)),
+            self.n_states,
+            self.hidden_size,
+        )
         if self.lengths.get(number, len(sample.input_ids)) != len(sample.input_ids):
-            raise EyasError(f"{path.name} holds {len(sample.input_ids)} tokens, {LENGTHS} says {self.lengths[number]}", "files of one run", "make this file again")
+            raise EyasError(
+                f"{path.name} holds {len(sample.input_ids)} tokens, {LENGTHS} says {self.lengths[number]}",
+                "files of one run",
+                "make this file again",
+            )
         return sample
 
     read = open
 
 
-def write_speculators_v1(folder: Path, samples: Iterator[Sample], store: Store, boundaries: tuple[int, ...]) -> None:
+def write_speculators_v1(
+    folder: Path, samples: Iterator[Sample], store: Store, boundaries: tuple[int, ...]
+) -> None:
     lengths = {}
     for sample in samples:
-        torch_save(folder / f"data_{sample.number}.pt", {"input_ids": sample.input_ids, "hidden_states": sample.states, "loss_mask": sample.loss_mask})
+        torch_save(
+            folder / f"data_{sample.number}.pt",
+            {
+                "input_ids": sample.input_ids,
+                "hidden_states": sample.states,
+                "loss_mask": sample.loss_mask,
+            },
+        )
         lengths[str(sample.number)] = len(sample.input_ids)
     write_json(folder / "sample_lengths.json", lengths)
     manifest, width = store.manifest, store.manifest["hidden_size"]
-    write_json(folder / "data_config.json", {
-        "version": "2.0",
-        "generated_at": datetime.now(UTC).isoformat(),
-        "speculators_version": None,
-        "reproducibility": {
-            "command": f"eyas {__version__}: store export", "gpu": None,
-            "package_versions": {"torch": torch.__version__, "vllm": None, "transformers": None, "speculators": None, manifest["engine"]["name"]: manifest["engine"]["version"]},
-        },
-        "model": {"target_model_path": manifest["target"]["name"], "tensor_parallel_size": None, "gpu_memory_utilization": None, "hidden_size": width},
-        "data": {
-            "train_data_path": f"eyas store of run {store.folder.parent.name}", "seq_length": manifest["prompts"]["max_length"], "max_samples": None,
-            "num_samples": len(lengths), "seed": manifest["prompts"].get("seed"), "chat_template_note": "the tokenizer's own chat template",
-        },
-        "hidden_states": {
-            "layer_ids": [b - SpeculatorsV1.id_is_boundary_minus for b in (*boundaries, store.boundaries[-1])],
-            "description": "outputs of these decoder layers; the last one before the final norm",
-        },
-        "generation": {"cache_dir": None},
-        "format": {
-            "file_pattern": "data_{idx}.pt", "data_format_version": 1,
-            "schema": {
-                "input_ids": {"dtype": "torch.long", "shape": "[seq_len]", "description": "token ids"},
-                "hidden_states": {
-                    "dtype": f"list[{sample.states[0].dtype}]", "shape": f"list of [seq_len, {width}]", "num_tensors": len(boundaries) + 1,
-                    "description": "one tensor for each of layer_ids",
+    write_json(
+        folder / "data_config.json",
+        {
+            "version": "2.0",
+            "generated_at": datetime.now(UTC).isoformat(),
+            "speculators_version": None,
+            "reproducibility": {
+                "command": f"eyas {__version__}: store export",
+                "gpu": None,
+                "package_versions": {
+                    "torch": torch.__version__,
+                    "vllm": None,
+                    "transformers": None,
+                    "speculators": None,
+                    manifest["engine"]["name"]: manifest["engine"]["version"],
                 },
-                "loss_mask": {"dtype": "torch.long", "shape": "[seq_len]", "description": "1 where the token is the target's own, 0 elsewhere"},
+            },
+            "model": {
+                "target_model_path": manifest["target"]["name"],
+                "tensor_parallel_size": None,
+                "gpu_memory_utilization": None,
+                "hidden_size": width,
+            },
+            "data": {
+                "train_data_path": f"eyas store of run {store.folder.parent.name}",
+                "seq_length": manifest["prompts"]["max_length"],
+                "max_samples": None,
+                "num_samples": len(lengths),
+                "seed": manifest["prompts"].get("seed"),
+                "chat_template_note": "the tokenizer's own chat template",
+            },
+            "hidden_states": {
+                "layer_ids": [
+                    b - SpeculatorsV1.id_is_boundary_minus
+                    for b in (*boundaries, store.boundaries[-1])
+                ],
+                "description": "outputs of these decoder layers; the last one before the final norm",
+            },
+            "generation": {"cache_dir": None},
+            "format": {
+                "file_pattern": "data_{idx}.pt",
+                "data_format_version": 1,
+                "schema": {
+                    "input_ids": {
+                        "dtype": "torch.long",
+                        "shape": "[seq_len]",
+                        "description": "token ids",
+                    },
+                    "hidden_states": {
+                        "dtype": f"list[{sample.states[0].dtype}]",
+                        "shape": f"list of [seq_len, {width}]",
+                        "num_tensors": len(boundaries) + 1,
+                        "description": "one tensor for each of layer_ids",
+                    },
+                    "loss_mask": {
+                        "dtype": "torch.long",
+                        "shape": "[seq_len]",
+                        "description": "1 where the token is the target's own, 0 elsewhere",
+                    },
+                },
             },
         },
-    })  # fmt: skip
+    )
