@@ -30,7 +30,7 @@ from eyas.evaluation.served import (
     same_settings,
     side_table,
     sides,
-    summarise,
+    served_record,
     walked_prompts,
 )
 from eyas.evaluation.served_client import Answer, read_answer
@@ -366,7 +366,7 @@ def made_up(world, accepted) -> Served:
         "ids": [0, 2, 4],
         "equal": True,
     }
-    record = summarise(config, target, drafter, honest(world), trip, decoded, table)
+    record = served_record(config, target, drafter, honest(world), trip, decoded, table)
     record |= {
         "speed_ratio": None,
         "speed_prompts": 0,
