@@ -563,7 +563,7 @@ def _compare_prediction(
 # ---- to read
 
 
-def verdict(record: dict) -> str:
+def speed_text(record: dict) -> str:
     """Return speed.json in words: serve it or not, with which setting, how fast and how sure.
 
     The last dtype gives the answer: bfloat16, in which targets are served.
