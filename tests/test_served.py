@@ -28,9 +28,9 @@ from eyas.evaluation.served import (
     round_trip,
     round_trip_table,
     same_settings,
+    served_record,
     side_table,
     sides,
-    served_record,
     walked_prompts,
 )
 from eyas.evaluation.served_client import Answer, read_answer
