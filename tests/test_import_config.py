@@ -1,4 +1,4 @@
-"""A drafter's config.json that others wrote is read as SGLang reads it, or refused by the field's name.
+"""A foreign drafter config.json is read as SGLang reads it, or refused by the name of the field.
 
 The reference for each reading is SGLang 0.5.23's own source, which the comments name.
 """
@@ -8,13 +8,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_export import make_drafter
-from tiny import make_tiny_target
 
 from eyas.errors import EyasError
 from eyas.models.export import export_sglang, export_speculators
 from eyas.models.import_drafter import read_checkpoint
 from eyas.models.target import load_target
+from test_export import make_drafter
+from tiny import make_tiny_target
 
 
 @pytest.fixture(scope="module")
