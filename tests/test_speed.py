@@ -18,8 +18,8 @@ from eyas.evaluation.speed import (
     model_speed,
     predict,
     replay,
-    step_seconds,
     speed_text,
+    step_seconds,
 )
 from eyas.models.target import load_target
 from taught import make_prompts, teach
