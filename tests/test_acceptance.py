@@ -36,8 +36,8 @@ from eyas.evaluation.acceptance import (
 from eyas.evaluation.decode import Step, Trace
 from eyas.intervals import ratio_interval
 from eyas.models.target import load_target
-from taught import make_prompts, teach
-from tiny import make_tiny_target
+from helpers.taught import make_prompts, teach
+from helpers.tiny import make_tiny_target
 
 BOUNDARIES = (1, 3, 6)
 

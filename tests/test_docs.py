@@ -35,10 +35,11 @@ from eyas.errors import EyasError
 from eyas.evaluation import served
 from eyas.files import ROOT, read_json
 from eyas.models.drafter import read_record
+from eyas.models.target import load_target
 from eyas.server.serve import find_server
 from eyas.studies import boundaries as layers
-from test_sweep import FakeStore, made_counts, target  # noqa: F401, the last one a fixture
-from tiny import make_tiny_target
+from helpers.sweeps import FakeStore, made_counts
+from helpers.tiny import make_tiny_target
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -98,6 +99,13 @@ SMALLER = {
 
 
 # ---- reading the pages
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_target(
+        str(make_tiny_target(tmp_path_factory.mktemp("targets") / "tiny", n_blocks=8))
+    )
 
 
 @dataclasses.dataclass(frozen=True)

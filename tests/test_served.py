@@ -28,9 +28,9 @@ from eyas.evaluation.served import (
     round_trip,
     round_trip_table,
     same_settings,
+    served_record,
     side_table,
     sides,
-    served_record,
     walked_prompts,
 )
 from eyas.evaluation.served_client import Answer, read_answer
@@ -47,9 +47,9 @@ from eyas.report import plots, summary
 from eyas.report import run as report
 from eyas.server.serve import serving_up
 from eyas.store.reader import Rows
-from stores import write_store
-from taught import make_prompts, teach
-from tiny import make_tiny_target
+from helpers.stores import write_store
+from helpers.taught import make_prompts, teach
+from helpers.tiny import make_tiny_target
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import serving as serving_benchmark

@@ -22,8 +22,8 @@ from eyas.evaluation.speed import (
     step_seconds,
 )
 from eyas.models.target import load_target
-from taught import make_prompts, teach
-from tiny import make_tiny_target
+from helpers.taught import make_prompts, teach
+from helpers.tiny import make_tiny_target
 
 BOUNDARIES = (1, 3, 6)
 NEW_TOK = 24

@@ -10,7 +10,6 @@ difference of two runs is shown only where both measured the same thing in the s
 (`verdict.Measure.needs`). Its interval takes the runs as independent.
 """
 
-import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from urllib.parse import quote
 import jinja2
 from markupsafe import Markup
 
-from eyas.config import Config
+from eyas.config import SETTINGS
 from eyas.evaluation.verdict import MEASURES, comma_interval, verdict
 from eyas.progress import duration_text
 from eyas.report import summary
@@ -290,7 +289,7 @@ def _comparison_data(runs: list[dict]) -> str:
         "measures": [
             {"key": m.key, "label": m.label, "note": m.note, "needs": m.needs} for m in MEASURES
         ],
-        "meanings": {field.name: field.metadata["doc"] for field in dataclasses.fields(Config)},
+        "meanings": {name: setting.meaning for name, setting in SETTINGS.items()},
     }
     return json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
 
