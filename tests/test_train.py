@@ -1191,18 +1191,21 @@ def test_the_certificates_hash_is_in_checkpoint_and_drafter(data, store, target)
     """SHA-256 of its canonical JSON, here by hand. Without a certificate nothing is trained."""
     with pytest.raises(EyasError, match="the store of run 'tiny' has no parity certificate"):
         train(config_for(epochs=1.0, without_parity=False), store, target)
-    (store.folder / "parity.json").write_text(
-        json.dumps(
-            {
-                "tests": [{"name": "hidden", "ok": True}],
-                "passed": True,
-                "store": store.identity,
-                "samples": ["s1", "s2"],
-            }
-        )
-    )
+    certificate = {
+        "tests": [{"name": "hidden", "ok": True}],
+        "passed": True,
+        "store": store.identity,
+        "samples": ["s1", "s2"],
+        "head": store.head_hash,
+        "format": "eyas-parity-2",
+    }
+    (store.folder / "parity.json").write_text(json.dumps(certificate))
     folder = train(config_for(epochs=1.0, without_parity=False), store, target)
-    text = f'{{"passed":true,"samples":["s1","s2"],"store":"{store.identity}","tests":[{{"name":"hidden","ok":true}}]}}'
+    text = (
+        f'{{"format":"eyas-parity-2","head":"{store.head_hash}","passed":true,'
+        f'"samples":["s1","s2"],"store":"{store.identity}",'
+        '"tests":[{"name":"hidden","ok":true}]}'
+    )
     expected = {"tiny": hashlib.sha256(text.encode()).hexdigest()}
     checkpoint = torch.load(max((folder / "checkpoints").iterdir()), weights_only=True)
     for record in (

@@ -378,13 +378,13 @@ def _parity(args) -> int:
 
 
 def _store_export(args) -> int:
-    from eyas.models.boundaries import boundaries_of
+    from eyas.models.boundaries import drafter_boundaries
     from eyas.store.formats.exporting import export_store
     from eyas.store.reader import Store
 
     config = _config(args)
     store = Store.open(config.store_dir)
-    feeding = boundaries_of(config, store.boundaries[-1]).feeding
+    feeding = drafter_boundaries(config, store.boundaries[-1]).feeding
     print(export_store(store, args.format, args.out, feeding, args.split))
     return 0
 

@@ -36,7 +36,7 @@ from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.evaluation.offline import walk
 from eyas.files import code_version, read_parquet, sha256_json, write_atomic
-from eyas.models.boundaries import Boundaries, boundaries_of
+from eyas.models.boundaries import Boundaries, drafter_boundaries
 from eyas.models.continuation import check_nothing_is_lost, keep_imported, only_one, read_start
 from eyas.models.drafter import (
     BEST,
@@ -179,7 +179,7 @@ class Training:
             )
         self.start = read_start(config, target)
         if self.start is None:
-            self.boundaries = boundaries_of(config, target.n_blocks)
+            self.boundaries = drafter_boundaries(config, target.n_blocks)
         else:
             self.boundaries = Boundaries(self.start.drafter.config.boundaries, target.n_blocks)
         missing = sorted(set(self.boundaries.with_last) - set(self.data.boundaries))
