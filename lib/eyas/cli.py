@@ -466,7 +466,7 @@ def _walk(args) -> int:
 
 def _decode(args) -> int:
     from eyas.evaluation.acceptance import eval_prompts, measure
-    from eyas.evaluation.speed import model_speed, verdict
+    from eyas.evaluation.speed import model_speed, speed_text
     from eyas.models.drafter import load_drafter
     from eyas.models.target import target_of
 
@@ -478,7 +478,7 @@ def _decode(args) -> int:
     )
     acceptance = measure(config, target, drafter, prompts)
     print(acceptance)
-    print(verdict(model_speed(config, target, drafter, prompts, acceptance)))
+    print(speed_text(model_speed(config, target, drafter, prompts, acceptance)))
     return 0
 
 

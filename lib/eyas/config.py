@@ -236,7 +236,8 @@ class PromptsSettings:
         "Several: folder/name*.jsonl.",
     )
     generate_responses: Bool = Field(
-        False, description="Generate the responses with the server; else use the shipped ones."
+        False,
+        description="Generate the responses with the server instead of using the shipped ones.",
     )
     max_new_tok: Int = Field(128, ge=1, description="Longest generated response, tokens.")
     train_samples: Int = Field(
