@@ -117,14 +117,14 @@ class HuggingFace:
         return Reference(states[0], states[1], logps[0], logps[1], self.head)
 
     def _check_form(self, last: torch.Tensor, logits: torch.Tensor) -> None:
-        """Raise EyasError unless the logits [T, V] are the head of the normed last states [T, H]."""
+        """Raise EyasError unless the logits [T, V] are head(norm(last)) of the last states [T, H]."""
         recomputed = self.head.logits(last)
         self.rows.clear()  # the norm's hook saw these too
-        same = recomputed.shape == logits.shape
-        if same:
+        differs = recomputed.shape != logits.shape
+        if not differs:
             difference = float((recomputed - logits).abs().max())
-            same = difference <= SAME_LOGITS * float(logits.abs().max())
-        if not same:
+            differs = difference > SAME_LOGITS * float(logits.abs().max())
+        if differs:
             raise EyasError(
                 f"the logits of {self.target.name} are not its head applied to its normed"
                 " last state: it scales or caps them",
@@ -172,7 +172,7 @@ class Asked:
     def prefill_as_it_comes(
         self, ids: list[int], start: int
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Return the positions and rows from `start` on, of a prefill in chunks or from the cache."""
+        """Return the positions and rows from `start` on, of a prefill by chunks or with a cache."""
         _, tensors = self._generate(ids, 1, {"as_computed": True}, {})
         return self._rows_from(tensors, ids, start)
 
