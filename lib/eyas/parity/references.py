@@ -117,7 +117,7 @@ class HuggingFace:
         return Reference(states[0], states[1], logps[0], logps[1], self.head)
 
     def _check_form(self, last: torch.Tensor, logits: torch.Tensor) -> None:
-        """Raise EyasError unless the logits [T, V] are head(norm(last)) of the last states [T, H]."""
+        """Raise EyasError unless logits [T, V] are head(norm(last)) of last states [T, H]."""
         recomputed = self.head.logits(last)
         self.rows.clear()  # the norm's hook saw these too
         differs = recomputed.shape != logits.shape
