@@ -18,11 +18,14 @@ from eyas.report import run as report
 
 WIDTHS, SCHEMES = (1280, 480), ("light", "dark")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-# Goes when a browser can be locked like a package.
-pytestmark = pytest.mark.skipif(
-    BROWSER is None,
-    reason=f"none of {', '.join(BROWSERS)} is here; Debian: apt-get install chromium",
-)
+# The skip goes when a browser can be locked like a package. One page is made by a kernel.
+pytestmark = [
+    pytest.mark.kernel,
+    pytest.mark.skipif(
+        BROWSER is None,
+        reason=f"none of {', '.join(BROWSERS)} is here; Debian: apt-get install chromium",
+    ),
+]
 
 # What a page shows that it must not: wider than the window, figures that did not load or have no words, text that can't be told from its background.
 WRONG = """() => {

@@ -42,7 +42,7 @@ from helpers.sweeps import FakeStore, made_counts
 from helpers.tiny import make_tiny_target
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 
 # How a block says that it does not run here.
@@ -54,8 +54,11 @@ MARKS = {
     "copy": "runs in a copy of the repository to which the page's examples were applied",
 }
 LONG = {  # commands of `bash long` blocks, and `make`: why they are not run, and what is
-    "make demo": "20 minutes; tests/test_notebooks.py runs the same notebooks with the smoke profile",
+    "make demo": "20 minutes; tests/test_notebooks.py runs the same notebooks, smaller",
     "make test": "it is what runs this",
+    "make test-unit": "it is a part of make test",
+    "make test-slow": "it is what runs this, with more of it",
+    "make lint": "it is the first part of make test",
     "make doctor": "it makes .venv first; tests/test_doctor.py runs what it calls",
     "make lab": "it stays; tests/test_setup.py looks at the rules of the Makefile",
     "make report P=reference": "an hour; as make demo",

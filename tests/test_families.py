@@ -59,7 +59,10 @@ SERVED = {
 ROUNDING = 1e-4  # of float32 through eight blocks, relative, of the worst token
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[FAMILIES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[1:])],
+)
 def case(request, tmp_path_factory):
     """(config, server, target, Hugging Face's model) of a family; EYAS_DATA is its own."""
     from transformers import AutoModelForCausalLM

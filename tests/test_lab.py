@@ -36,6 +36,7 @@ from helpers.prompts import write_prompts
 from helpers.stores import bytes_of, write_random_store
 from helpers.tiny import make_tiny_target
 
+pytestmark = pytest.mark.kernel
 TIMEOUT_S = 300.0
 
 

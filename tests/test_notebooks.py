@@ -13,7 +13,7 @@ from eyas.config import Config
 from eyas.files import ROOT, read_json
 from eyas.report import reuse
 
-pytestmark = [pytest.mark.notebooks, pytest.mark.server]
+pytestmark = [pytest.mark.kernel, pytest.mark.server]
 
 FIGURES = {
     "01_server_setup": 0,

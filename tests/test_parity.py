@@ -130,7 +130,7 @@ def make_case(config: Config, server, n_samples: int) -> Case:
     return Case(config, server, target, prompts, store, samples, evidence, reference)
 
 
-@pytest.fixture(scope="module", params=["Llama", "Qwen3"])
+@pytest.fixture(scope="module", params=[pytest.param("Llama", marks=pytest.mark.slow), "Qwen3"])
 def running_case(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     with contextlib.ExitStack() as stack:
@@ -222,6 +222,7 @@ def test_clean_fp8_passes_and_so_does_a_store_of_fp8(case):
     assert record["passed"], eyas.parity.certify.summary(record)
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_smollm2_passes(server, embedded):
     config, running = server

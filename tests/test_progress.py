@@ -82,6 +82,7 @@ def test_terminal_gets_one_line(clock, monkeypatch):
     )
 
 
+@pytest.mark.kernel
 def test_a_live_figure_in_a_kernel_is_one_output_that_goes_at_the_end(tmp_path):
     """In a real kernel: drawn once the file is there, anew in the same place, and a saved notebook has nothing of it left."""
     import nbformat

@@ -101,6 +101,7 @@ def no_network(html: str) -> None:
     assert not re.findall(r"<script[^>]*\ssrc", html) and "<link" not in html
 
 
+@pytest.mark.kernel
 def test_success(tmp_path):
     settings = "run_name: tiny\nlearning_rate: 1e-4\nseed: 7\n"  # YAML reads 1e-4 as a string
     record, html = run(
@@ -168,6 +169,7 @@ def failed(record: dict, html: str, tmp_path: Path) -> dict:
     return one["exception"]
 
 
+@pytest.mark.kernel
 def test_exception(tmp_path):
     record, html = run(
         tmp_path,
@@ -188,6 +190,7 @@ def test_exception(tmp_path):
     assert any("next: python -m eyas extract" in line for line in problem["lines"])
 
 
+@pytest.mark.kernel
 def test_killed_kernel(tmp_path):
     record, html = run(
         tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "print('never')"
@@ -201,6 +204,7 @@ def test_killed_kernel(tmp_path):
     assert problem["memory_kills"] == 0 and "not the operating system" in problem["what_to_do"]
 
 
+@pytest.mark.kernel
 def test_memory_that_a_cell_asks_for_in_vain(tmp_path):
     """The kernel lives and says so."""
     record, html = run(
@@ -243,6 +247,7 @@ def small_group():
     folder.rmdir()
 
 
+@pytest.mark.kernel
 def test_memory_that_the_operating_system_takes_back(tmp_path, small_group):
     """A real kill for want of memory: the count of such kills rises, and the banner says so."""
     record, html = run(
@@ -309,6 +314,7 @@ def test_advice(problem, words):
     ) and "`again`" in runner.advice(problem, "again", "a.log", {})
 
 
+@pytest.mark.kernel
 def test_cell_timeout(tmp_path):
     record, html = run(tmp_path, "import time\ntime.sleep(600)", cell_timeout_s=10.0)
     assert record["return_code"] == runner.EXIT_TIMEOUT and record["duration_s"] < 300
@@ -320,6 +326,7 @@ def test_cell_timeout(tmp_path):
     )
 
 
+@pytest.mark.kernel
 def test_exit_halfway(tmp_path):
     record, html = run(tmp_path, "import sys\nsys.exit(0)", "print('never')")
     assert record["return_code"] == runner.EXIT_STOPPED_EARLY
@@ -327,6 +334,7 @@ def test_exit_halfway(tmp_path):
     assert "stopped before its end" in problem["kind"] and problem["source"] == "import sys"
 
 
+@pytest.mark.kernel
 def test_killed_runner_and_the_notebooks_after_it(tmp_path):
     folder = notebook(
         tmp_path / "notebooks",
@@ -346,6 +354,7 @@ def test_killed_runner_and_the_notebooks_after_it(tmp_path):
     assert record["notebooks"][1]["state"] == "not run" and not (out / "02_after.html").exists()
 
 
+@pytest.mark.kernel
 def test_again_from_the_second(tmp_path):
     folder = notebook(tmp_path / "notebooks", "print('first')")
     notebook(folder, "assert False, 'second'", name="02_after")
@@ -430,6 +439,7 @@ def tiny_road(folder: Path, words: str = "Words.", two: str = "") -> Path:
     )
 
 
+@pytest.mark.kernel
 def test_up_to_date_or_not(tmp_path, monkeypatch, capsys):
     """By content: what is up to date is shown again, in new words; what is not says why, and its result alone decides about what comes after it."""
     folder, settings, reports = (
@@ -630,6 +640,7 @@ def test_how_long_it_will_take(tmp_path):
     assert course.left_s("01_tiny", [], 0.0, 0.0) is None
 
 
+@pytest.mark.kernel
 def test_stopped_and_killed(tmp_path):
     """A run that is told to stop takes its notebook, its kernel and what they started with it and says so; so does one that is killed, which is shown as killed. The same goes on from there."""
     folder = notebook(tmp_path / "notebooks", "print('first')", eyas={"reads": [], "writes": []})
@@ -687,6 +698,7 @@ def test_stopped_and_killed(tmp_path):
     assert "was killed" in (reports / "index.html").read_text()
 
 
+@pytest.mark.kernel
 def test_a_server_that_somebody_else_started_stays(tmp_path):
     """By hand: neither a notebook nor the run takes it down. One that a run left which was killed: the next one does, at its start."""
     folder = notebook(
@@ -765,6 +777,7 @@ def interval(value, low, high):
     return {"value": value, "low": low, "high": high, "level": 0.95}
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize("differing", [0, 2])
 def test_headline_is_copied_to_the_index(tmp_path, monkeypatch, differing):
     """The numbers go from the acceptance files through run.json to the index, as they are."""

@@ -342,6 +342,7 @@ def test_rejection_sampling_is_refused_where_the_server_would_die_of_it(
 # ---- SmolLM2 in bfloat16, beside the session's server
 
 
+@pytest.mark.slow
 @server
 def test_in_bfloat16_every_difference_is_a_tie(server, embedded, tmp_path):
     """Half of the prompts are those that the drafter was taught on. Where texts part, the plain server's two best were one bfloat16 step apart at most."""

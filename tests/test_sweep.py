@@ -460,7 +460,8 @@ def started_by(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
-@pytest.mark.notebooks
+@pytest.mark.slow
+@pytest.mark.kernel
 def test_a_killed_sweep_goes_on_and_a_failure_stops_no_other(data, target, tmp_path):
     """SIGKILL of the driver after the first training that ended well; then the same again: what was finished is not repeated, what failed is said, nobody is left."""
     config = config_for(target)

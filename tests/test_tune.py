@@ -516,6 +516,7 @@ def test_tokens_that_come_in_one_piece_are_asked_for_again(monkeypatch):
 # --- the search itself, with real servers
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_a_killed_search_goes_on_and_a_setting_that_fails_is_refused(data, tmp_path):
     """Noise, then two trials: one changes the batches, one names attention that the server does not have. Killed in the first one."""
