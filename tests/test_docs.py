@@ -614,7 +614,8 @@ def test_fields(world):
         check_fields(page, f"{name}.parquet", columns(acceptance / f"{name}.parquet"))
     for path in sorted((ROOT / "reports").glob("*/run.json")):
         check_fields(page, "run.json", leaves(read_json(path)))
-    source = inspect.getsource(served.summarise) + inspect.getsource(served.check)
+    writers = (served.served_record, served._settings, served._position_of_both, served._both_sides)
+    source = "".join(map(inspect.getsource, (*writers, served.round_trip, served.check)))
     assert all(f'"{name}"' in source for name in documented(page, "served.json")[0])
     said = read_record(drafter)
     text = page.read_text()
