@@ -1,7 +1,6 @@
 """Layer ids against SGLang's own functions, exports against SGLang's own model, and drafter files with something wrong in them."""
 
 import ast
-import dataclasses
 import functools
 import itertools
 import json
@@ -22,8 +21,6 @@ from eyas.files import sha256_file
 from eyas.models.drafter import (
     DraftCache,
     Drafter,
-    DrafterConfig,
-    ImportedConfig,
     load_drafter,
     read_record,
 )
@@ -40,8 +37,8 @@ from eyas.models.layer_ids import (
     rule,
 )
 from eyas.models.target import load_target
-from eyas.models.vocab import DraftVocab
 from eyas.store.formats.speculators_v1 import SpeculatorsV1
+from helpers.drafters import random_drafter
 from helpers.peer import peer
 from helpers.sglang_models import FAMILY_NAMES, SETTER, find_method, run_sglang, sglang_classes
 from helpers.tiny import make_tiny_target
@@ -275,27 +272,9 @@ def target(tmp_path_factory):
     )
 
 
-def make_drafter(target, boundaries=BOUNDARIES, **switches) -> Drafter:
-    """Random, the norms too: a norm left at 1 would hide one that is forgotten."""
-    torch.manual_seed(4)
-    ids = torch.randperm(target.vocab_size)[:200].sort().values
-    config = DrafterConfig.from_target(target, boundaries, len(ids))
-    config = (ImportedConfig if {*switches} & {*IMPORTED} else DrafterConfig)(
-        **dataclasses.asdict(config) | switches
-    )
-    drafter = Drafter(config, DraftVocab(ids, target.vocab_size))
-    for name, weight in drafter.named_parameters():
-        weight.data.uniform_(0.5, 1.5) if "norm" in name else weight.data.normal_(
-            std=weight.shape[-1] ** -0.5
-        )
-    if not config.own_embedding:
-        drafter.embed_tokens.weight.data.copy_(target.embedding().float())
-    return drafter.eval()
-
-
 @pytest.fixture(scope="module")
 def drafter(target):
-    return make_drafter(target)
+    return random_drafter(target)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +284,7 @@ def drafter(target):
 )
 @torch.no_grad()
 def test_sglangs_own_model_loads_the_export_and_agrees(target, tmp_path, switches):
-    drafter = make_drafter(target, **switches)
+    drafter = random_drafter(target, **switches)
     folder = export_sglang(drafter, target, tmp_path / "export")
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(0, target.vocab_size, (13,), generator=generator)
@@ -342,7 +321,7 @@ def agree(drafter: Drafter, again: Drafter) -> None:
     ids=lambda s: " ".join(s) or "plain",
 )
 def test_export_and_import_are_inverse(target, tmp_path, switches):
-    drafter = make_drafter(target, **switches)
+    drafter = random_drafter(target, **switches)
     folder = export_sglang(drafter, target, tmp_path / "export")
     config = json.loads((folder / "config.json").read_text())
     assert (
@@ -365,7 +344,7 @@ def test_export_and_import_are_inverse(target, tmp_path, switches):
     ids=["plain", "norms", "imported"],
 )
 def test_the_layout_of_speculators_and_vllm_is_inverse_too(target, tmp_path, switches):
-    drafter = make_drafter(
+    drafter = random_drafter(
         target, (2, 3, 6), **switches
     )  # it can have the last block's output, SGLang can't
     folder = export_speculators(drafter, target, tmp_path / "export", 3)
@@ -396,7 +375,7 @@ def test_the_layout_of_speculators_and_vllm_is_inverse_too(target, tmp_path, swi
 )
 def test_export_for_sglang_refuses_what_it_would_not_serve(target, tmp_path, switch, message):
     with pytest.raises(EyasError, match=f"{message}.*export --to vllm"):
-        export_sglang(make_drafter(target, **{switch: True}), target, tmp_path / "export")
+        export_sglang(random_drafter(target, **{switch: True}), target, tmp_path / "export")
 
 
 def rewrite(folder: Path, change) -> None:
@@ -512,9 +491,9 @@ def test_wrong_configs_are_refused_by_name(target, drafter, tmp_path, change, me
 
 def test_export_refuses_what_sglang_cannot_serve(target, tmp_path):
     with pytest.raises(EyasError, match="cannot serve a drafter fed from boundary 6"):
-        export_sglang(make_drafter(target, (2, 3, 6)), target, tmp_path / "last")
+        export_sglang(random_drafter(target, (2, 3, 6)), target, tmp_path / "last")
     with pytest.raises(EyasError, match="cannot serve a drafter fed from boundary 3 alone"):
-        export_sglang(make_drafter(target, (3,)), target, tmp_path / "one")
+        export_sglang(random_drafter(target, (3,)), target, tmp_path / "one")
     with pytest.raises(EyasError, match="no config.json"):
         read_checkpoint(tmp_path / "nothing", target)
 
@@ -884,7 +863,7 @@ found = {n: resolve_eagle_capture_layers(run, {}, SimpleNamespace(num_hidden_lay
 def test_speculators_loads_the_export_and_agrees_and_we_load_what_it_saves(
     target, tmp_path, text, switches
 ):
-    drafter, (ids, states, given) = make_drafter(target, **switches), text
+    drafter, (ids, states, given) = random_drafter(target, **switches), text
     folder = export_speculators(drafter, target, tmp_path / "export", 3)
     found = peer(
         "EYAS_PEER_SPECULATORS",

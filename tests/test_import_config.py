@@ -13,8 +13,8 @@ from eyas.errors import EyasError
 from eyas.models.export import export_sglang, export_speculators
 from eyas.models.import_drafter import read_checkpoint
 from eyas.models.target import load_target
-from test_export import make_drafter
-from tiny import make_tiny_target
+from helpers.drafters import random_drafter
+from helpers.tiny import make_tiny_target
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def drafter(target):
-    return make_drafter(target, (2, 4, 5))
+    return random_drafter(target, (2, 4, 5))
 
 
 @pytest.fixture

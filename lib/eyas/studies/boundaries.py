@@ -311,9 +311,7 @@ def run_study(config: Config, store: Store, target: Target) -> Study:
             for b in range(n + 1)
             if not not_servable(tuple(sorted({b, n // 2, n // 2 + 1})), target)
         ]
-        forward = forward_selection(
-            candidates, measure, guide, config.forward_tried, FORWARD_SIZE
-        )
+        forward = forward_selection(candidates, measure, guide, config.forward_tried, FORWARD_SIZE)
         found = lengths()
         train(
             contenders(
