@@ -279,8 +279,11 @@ def drafter(target):
 
 @pytest.mark.parametrize(
     "switches",
-    [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_fc": True, "rope_scaling": LLAMA3}],
-    ids=["plain", "norms", "imported"],
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.slow),
+        pytest.param({"fc_norm": True, "norm_output": True}, id="norms"),
+        pytest.param({"norm_before_fc": True, "rope_scaling": LLAMA3}, id="imported"),
+    ],
 )
 @torch.no_grad()
 def test_sglangs_own_model_loads_the_export_and_agrees(target, tmp_path, switches):

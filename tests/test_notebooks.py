@@ -1,4 +1,7 @@
-"""The smoke profile through the runner: all five notebooks with a real server, once; then what their pages and run.json hold."""
+"""All five notebooks through the runner with a real server, once; then what their pages and run.json hold.
+
+The settings are the smoke profile's. A tiny Qwen3 is the target; `make test-slow` repeats all of it with SmolLM2.
+"""
 
 import os
 import re
@@ -12,6 +15,7 @@ import pytest
 from eyas.config import Config
 from eyas.files import ROOT, read_json
 from eyas.report import reuse
+from helpers.tiny import make_tiny_target
 
 pytestmark = [pytest.mark.kernel, pytest.mark.server]
 
@@ -29,8 +33,22 @@ PROGRESS_LINES = {
 }  # extraction, verification and parity; training; decoding in float32 and in bfloat16, other settings in bfloat16, the server
 
 
+@pytest.fixture(scope="module", params=["tiny", pytest.param("SmolLM2", marks=pytest.mark.slow)])
+def overrides(request, tmp_path_factory) -> dict:
+    """Return the settings that differ from the smoke profile."""
+    if request.param == "SmolLM2":
+        return {}
+    folder = tmp_path_factory.mktemp("target") / "tiny"
+    make_tiny_target(folder, n_blocks=8, family="Qwen3", seed=3)
+    return {"target": str(folder), "draft_vocab_size": 384}
+
+
+def options(overrides: dict) -> list[str]:
+    return [word for name, value in overrides.items() for word in ("-p", name, str(value))]
+
+
 @pytest.fixture(scope="module")
-def smoke(embedded, tmp_path_factory):
+def smoke(overrides, embedded, tmp_path_factory):
     """(run.json, index page, {notebook: page}, data folder) of one run of the smoke profile."""
     folder = tmp_path_factory.mktemp("smoke")
     data = folder / "data"
@@ -51,6 +69,7 @@ def smoke(embedded, tmp_path_factory):
             "smoke",
             "--out",
             str(folder / "reports"),
+            *options(overrides),
         ],
         env=environment,
         stdout=subprocess.PIPE,
@@ -141,12 +160,22 @@ def environment(data) -> dict[str, str]:
     return os.environ | {"EYAS_DATA": str(data), "PYTHONPATH": str(ROOT / "lib")}
 
 
-def test_a_second_report_reuses_everything(smoke):
+def test_a_second_report_reuses_everything(smoke, overrides):
     """No kernel, no server: the pages are made anew from what is there, elsewhere too."""
     run, _, pages, data = smoke
     out = data.parent / "other-reports"
     ended = subprocess.run(
-        [sys.executable, "-m", "eyas", "report", "--profile", "smoke", "--out", str(out)],
+        [
+            sys.executable,
+            "-m",
+            "eyas",
+            "report",
+            "--profile",
+            "smoke",
+            "--out",
+            str(out),
+            *options(overrides),
+        ],
         env=environment(data),
         capture_output=True,
         text=True,
@@ -165,7 +194,7 @@ def test_a_second_report_reuses_everything(smoke):
         ) == re.findall(r"<img[^>]*>", pages[before["name"]])
 
 
-def test_plain_papermill_says_the_same(smoke, tmp_path, monkeypatch):
+def test_plain_papermill_says_the_same(smoke, overrides, tmp_path, monkeypatch):
     """The notebook alone, from another folder, on the same store: the same words, tables and figures but for times, and the very same drafter."""
     here, data = smoke[3], tmp_path / "data"
     (data / "runs" / "smoke").mkdir(parents=True)
@@ -179,6 +208,7 @@ def test_plain_papermill_says_the_same(smoke, tmp_path, monkeypatch):
         "out.ipynb",
         "-f",
         str(ROOT / "notebooks" / "profiles" / "smoke.yaml"),
+        *options(overrides),
     ]
     ended = subprocess.run(
         command, env=environment(data), cwd=tmp_path, capture_output=True, text=True, timeout=1200
@@ -187,7 +217,7 @@ def test_plain_papermill_says_the_same(smoke, tmp_path, monkeypatch):
     drafters = []
     for folder in (here, data):
         monkeypatch.setenv("EYAS_DATA", str(folder))
-        drafters.append(reuse.content("drafter", Config.load("smoke")))
+        drafters.append(reuse.content("drafter", Config.load("smoke", **overrides)))
     assert drafters[0] == drafters[1] != reuse.ABSENT
     executed, alone = (
         said(nbformat.read(path, as_version=4))
