@@ -1,4 +1,6 @@
-"""What all tests share: the session's server, data folders that are thrown away, groups for xdist, and a guard that keeps each tier to what its marks say."""
+"""What all tests share: the session's server, data folders that are thrown away, groups for xdist,
+and a guard that keeps each tier to what its marks say.
+"""
 
 import os
 import sys
@@ -20,7 +22,11 @@ running: list[pytest.Item] = []  # the test that runs now
 
 
 def pytest_collection_modifyitems(items):
-    """Sort fast files to the front. Name the groups of tests that share a process (`--dist loadgroup`): a file each, and all tests of the session's server."""
+    """Sort fast files to the front.
+
+    Name the groups of tests that share a process (`--dist loadgroup`): a file each, and all tests
+    of the session's server.
+    """
     places = {f"test_{name}": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.stem, -1))
     for item in items:
@@ -93,6 +99,10 @@ def _server(embedded, server_data):
 
 @pytest.fixture
 def server(_server, server_data, monkeypatch):
-    """(config, server): SmolLM2 in bfloat16 on the CPU platform. It captures boundaries 2, 15, 27 and 30, and starts once in a session."""
+    """(config, server):
+
+    SmolLM2 in bfloat16 on the CPU platform. It captures boundaries 2, 15, 27 and 30, and starts
+    once in a session.
+    """
     monkeypatch.setenv("EYAS_DATA", str(server_data))
     return _server

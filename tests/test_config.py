@@ -1,4 +1,6 @@
-"""Settings as YAML, `papermill -p` and `eyas -p` hand them over: what is plainly meant is taken, anything else is refused by name."""
+"""Settings as YAML, `papermill -p` and `eyas -p` hand them over: what is plainly meant is taken,
+anything else is refused by name.
+"""
 
 import pytest
 

@@ -1,7 +1,9 @@
-"""README.md and docs/: every command runs here or says why not, what it prints is what it prints, links lead somewhere, tables of fields are those of real files,
-and the examples of extending.md are carried out on a copy of the repository, whose tests then pass.
+"""README.md and docs/: every command runs here or says why not, what it prints is what it prints,
+links lead somewhere, tables of fields are those of real files, and the examples of extending.md are
+carried out on a copy of the repository, whose tests then pass.
 
-The pages run in one world: a tiny target where they say /models/my-model, prompts where they say /prompts, a data folder of its own, a real server of that target.
+The pages run in one world: a tiny target where they say /models/my-model, prompts where they say
+/prompts, a data folder of its own, a real server of that target.
 """
 
 import argparse
@@ -161,7 +163,9 @@ def slugs(page: Path) -> set[str]:
 
 
 def eyas_arguments(command: str) -> list[str] | None:
-    """What stands behind `-m eyas`, up to the end of that command of a shell line; None where it is another program."""
+    """What stands behind `-m eyas`, up to the end of that command of a shell line; None where it is
+    another program.
+    """
     words = shlex.split(command)
     at = next((i for i in range(len(words) - 1) if words[i : i + 2] == ["-m", "eyas"]), None)
     if at is None or not any(word == "python" or word.endswith("/python") for word in words[:at]):
@@ -245,7 +249,9 @@ def resolve(dotted: str):
 
 @each_page
 def test_every_command_is_understood(page):
-    """By the parser of the command line, with settings that there are and values that they take; `make` targets exist."""
+    """By the parser of the command line, with settings that there are and values that they take;
+    `make` targets exist.
+    """
     makefile = (ROOT / "Makefile").read_text()
     profiles = {p.stem for p in PROFILES.glob("*.yaml")} | {
         word for p in PAGES for block in blocks(p) for word in block.words if word.endswith(".yaml")
@@ -315,7 +321,9 @@ def test_every_module_is_listed():
 
 
 def test_every_kind_of_command_runs_somewhere():
-    """What a page only names in a sentence, some page runs: each command of the command line that is named at all."""
+    """What a page only names in a sentence, some page runs: each command of the command line that
+    is named at all.
+    """
 
     def kind(arguments: list[str]) -> tuple[str, ...]:
         parser, words = build_parser(), []
@@ -428,7 +436,9 @@ class World:
         return folder
 
     def apply(self, block: Block) -> None:
-        """The text of the lines with a blank or `-` in front stands in the file once; that of the lines with a blank or `+` takes its place."""
+        """The text of the lines with a blank or `-` in front stands in the file once; that of the
+        lines with a blank or `+` takes its place.
+        """
         path = self.copy / block.words[0]
         lines = block.text.rstrip("\n").split("\n")
         assert all(line[:1] in (" ", "+", "-", "") for line in lines), block
@@ -466,7 +476,9 @@ class World:
         return done.returncode, done.stdout
 
     def shell(self, command: str, copy: bool) -> tuple[int, str]:
-        """Commands of eyas run in this process, which has imported everything already; others, and those of the copy, in one of their own."""
+        """Commands of eyas run in this process, which has imported everything already; others, and
+        those of the copy, in one of their own.
+        """
         arguments = eyas_arguments(command)
         if (
             copy
@@ -483,7 +495,9 @@ class World:
         return code, out.getvalue()
 
     def compare(self, page: Path, block: Block) -> None:
-        """Each line of the page is a line that was printed, in this order; numbers and names of sizes may be others, `...` is anything."""
+        """Each line of the page is a line that was printed, in this order; numbers and names of
+        sizes may be others, `...` is anything.
+        """
 
         def plain(line: str) -> str:
             line = line.replace(str(self.folder), "")
@@ -540,7 +554,9 @@ def test_commands_run(page, world):
 
 
 def documented(page: Path, heading: str) -> tuple[set[str], set[str]]:
-    """(names, those that are there only sometimes) in the first column of the table below a heading."""
+    """(names, those that are there only sometimes) in the first column of the table below a
+    heading.
+    """
     text = re.search(
         rf"^#+ {re.escape(heading)}\n(.*?)(?=^#)", page.read_text() + "\n#", re.M | re.S
     ).group(1)
@@ -566,7 +582,9 @@ def leaves(value, name: str = "") -> set[str]:
 
 
 def check_fields(page: Path, heading: str, found: set[str]) -> None:
-    """Each real field is in the table, by itself or under its parent, and each of the table is real."""
+    """Each real field is in the table, by itself or under its parent, and each of the table is
+    real.
+    """
     names, sometimes = documented(page, heading)
 
     def pattern(name: str) -> str:

@@ -1,4 +1,6 @@
-"""The picker: its numbers are the head's own, what stands there without a script is the first choice, and a browser shows the others."""
+"""The picker: its numbers are the head's own, what stands there without a script is the first
+choice, and a browser shows the others.
+"""
 
 import html
 import re

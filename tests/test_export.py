@@ -1,4 +1,6 @@
-"""Layer ids against SGLang's own functions, exports against SGLang's own model, and drafter files with something wrong in them."""
+"""Layer ids against SGLang's own functions, exports against SGLang's own model, and drafter files
+with something wrong in them.
+"""
 
 import ast
 import functools
@@ -48,7 +50,8 @@ from helpers.tiny import make_tiny_target
 NOT_IN_THE_TABLE = {  # of SGLang's classes that have the method
     "drafters": re.compile("NextN$|Eagle3?$|MTP$|Assistant"),
     "several media, or embeddings": re.compile(
-        "^(Cosmos3|Gemma3For|Gemma4.*Conditional|Glm5Next|Intern|Llama4|Qwen.*(VL|3_5|4Exp)|EmbeddingGemma|MindSpore)"
+        "^(Cosmos3|Gemma3For|Gemma4.*Conditional|Glm5Next|Intern|Llama4|Qwen.*(VL|3_5|"
+        "4Exp)|EmbeddingGemma|MindSpore)"
     ),
     "a capture of their own, which nobody has read yet": re.compile(
         "^(Gemma3ForCausalLM|IQuestCoder|LongcatFlash|Mellum|Ministral3|Sarvam|TeleFLM)"
@@ -58,7 +61,9 @@ NOT_IN_THE_TABLE = {  # of SGLang's classes that have the method
 
 @functools.cache
 def sglang_method(architecture: str):
-    """`set_eagle3_layers_to_capture` of the class that SGLang serves an architecture with, compiled alone."""
+    """`set_eagle3_layers_to_capture` of the class that SGLang serves an architecture with, compiled
+    alone.
+    """
     parallel = SimpleNamespace(pp_group=SimpleNamespace(is_last_rank=True))
     names = {"Optional": Optional, "List": List, "get_parallel": lambda: parallel}  # noqa: UP006
     exec(
@@ -73,7 +78,9 @@ def sglang_method(architecture: str):
 
 
 def captured(architecture: str, ids: list[int] | None, n_blocks: int) -> list[int]:
-    """The boundaries that SGLang captures for these ids: its method sets the blocks before which it does, in ascending order."""
+    """The boundaries that SGLang captures for these ids: its method sets the blocks before which it
+    does, in ascending order.
+    """
     model = SimpleNamespace(
         layers_to_capture=[], layers=[SimpleNamespace() for _ in range(n_blocks)]
     )
@@ -128,7 +135,9 @@ def read(ids, architecture: str, n: int, engine: str = SGLANG) -> tuple[int, ...
 
 
 def sglang_reads(ids, architecture: str, n: int) -> tuple[int, ...]:
-    """What SGLang captures, () where that is nothing for some id: a block that isn't there, or boundary N where the loop ends before it."""
+    """What SGLang captures, () where that is nothing for some id: a block that isn't there, or
+    boundary N where the loop ends before it.
+    """
     theirs = captured(architecture, list(ids), n)
     return () if theirs[-1] > n - (architecture != "GptOssForCausalLM") else tuple(theirs)
 
@@ -162,7 +171,8 @@ def test_every_class_that_can_capture_is_in_the_table_or_left_out_for_a_reason()
 
 
 def test_known_rows_of_layer_ids():
-    # TRAPS: ids 1, 14, 26 of a 30-layer Llama were boundaries 2, 15, 27, measured; Kimi-K2.5 at [3, 31, 59] is boundaries 3, 31, 59;
+    # TRAPS: ids 1, 14, 26 of a 30-layer Llama were boundaries 2, 15, 27, measured; Kimi-K2.5 at [3,
+    # 31, 59] is boundaries 3, 31, 59;
     # gpt-oss-120b heads at [24, 30, 36] (N = 36) and at [1, 17, 32]
     assert engine_ids((2, 15, 27), "LlamaForCausalLM", 30) == [1, 14, 26]
     assert engine_ids((3, 31, 59), "KimiK25ForConditionalGeneration", 61) == [3, 31, 59]
@@ -187,7 +197,9 @@ def test_known_rows_of_layer_ids():
     ],
 )
 def test_other_engines(engine, ids, boundaries):
-    """The rows of the table of traps, for a Llama of 30 blocks: trainers count blocks, engines what enters one; the defaults agree but for speculators 0.3 and 0.4."""
+    """The rows of the table of traps, for a Llama of 30 blocks: trainers count blocks, engines what
+    enters one; the defaults agree but for speculators 0.3 and 0.4.
+    """
     assert (
         engine_boundaries(ids, "LlamaForCausalLM", 30, engine) == boundaries
         and engine_ids(boundaries, "LlamaForCausalLM", 30, engine) == ids
@@ -392,7 +404,9 @@ def rewrite(folder: Path, change) -> None:
 
 
 def test_midlayer_names_and_another_order_of_the_vocabulary(target, drafter, tmp_path):
-    """EAGLE's own names; Model-Optimizer keeps the vocabulary in order of frequency, and nobody needs t2d."""
+    """EAGLE's own names; Model-Optimizer keeps the vocabulary in order of frequency, and nobody
+    needs t2d.
+    """
     folder = export_sglang(drafter, target, tmp_path / "export")
     order = torch.randperm(200, generator=torch.Generator().manual_seed(1))
 
@@ -520,7 +534,9 @@ def as_others_save(
 
 
 def test_eagles_own_checkpoint(target, drafter, tmp_path):
-    """Names of EAGLE's code, float16 in pytorch_model.bin, no layer ids, no further sizes, the target's embedding in it."""
+    """Names of EAGLE's code, float16 in pytorch_model.bin, no layer ids, no further sizes, the
+    target's embedding in it.
+    """
 
     def change(weights, config):
         for name in [name for name in weights if name.startswith("layers.0.")]:
@@ -623,7 +639,9 @@ def test_whose_ids(target, drafter, tmp_path):
 
 
 def test_import_is_a_run_of_its_own(target, drafter, tmp_path, monkeypatch, capsys):
-    """The command writes an ordinary drafter, with its record; a second one is refused; what is judged is this run's store where that run has none."""
+    """The command writes an ordinary drafter, with its record; a second one is refused; what is
+    judged is this run's store where that run has none.
+    """
     monkeypatch.setenv("EYAS_DATA", str(tmp_path / "data"))
     folder = export_speculators(drafter, target, tmp_path / "theirs", 3)
     config = json.loads((folder / "config.json").read_text())
@@ -712,7 +730,9 @@ def test_weights_that_are_not_weights(target, drafter, tmp_path, spoil, message)
 def drafted(
     drafter: Drafter, input_ids: torch.Tensor, states: torch.Tensor, steps: int
 ) -> torch.Tensor:
-    """Logits [steps, slots, D] as serving computes them: step s at slot j, its drafts being the text's own tokens."""
+    """Logits [steps, slots, D] as serving computes them: step s at slot j, its drafts being the
+    text's own tokens.
+    """
     hidden, rows = drafter.fuse(states), []
     for slot in range(len(input_ids) - 1 - steps):
         cache, row = DraftCache(), []
@@ -795,7 +815,9 @@ found = {n: (resolve_target_layer_ids(None, f"{sys.argv[2]}/{n}"), [id for id in
 
 @pytest.mark.peer
 def test_layer_ids_of_speculators_before_0_5(tmp_path):
-    """Its own default, and its own loop over the blocks (run alone: it asks for vLLM), each of which adds 1 to what it is given: a state says how many it has passed."""
+    """Its own default, and its own loop over the blocks (run alone: it asks for vLLM), each of
+    which adds 1 to what it is given: a state says how many it has passed.
+    """
     found = peer(
         "EYAS_PEER_SPECULATORS_V1",
         "speculators==0.3.0",
@@ -891,7 +913,9 @@ found = {"logits": logits, "class": type(model).__name__, "tok": model.config.sp
 @pytest.mark.peer
 @torch.no_grad()
 def test_what_specforge_saves_is_loaded_and_agrees(target, tmp_path, text):
-    """Its own model class with random weights, its own save_pretrained; the first draft step of each slot."""
+    """Its own model class with random weights, its own save_pretrained; the first draft step of
+    each slot.
+    """
     ids, states, given = text
     found = peer(
         "EYAS_PEER_SPECFORGE",

@@ -1,4 +1,6 @@
-"""The tree itself: notebooks stripped, thin and in agreement with Config; profiles whole; no path of somebody's machine in any file."""
+"""The tree itself: notebooks stripped, thin and in agreement with Config; profiles whole; no path
+of somebody's machine in any file.
+"""
 
 import argparse
 import ast
@@ -62,7 +64,9 @@ def test_head(path):
 
 @each_notebook
 def test_parameters(path):
-    """Literals only, each with meaning and unit, each a field of Config with Config's own default; the next cell hands all of them to Config."""
+    """Literals only, each with meaning and unit, each a field of Config with Config's own default;
+    the next cell hands all of them to Config.
+    """
     cells = [c for c in read(path).cells if c.cell_type == "code"]
     tagged = [i for i, c in enumerate(cells) if "parameters" in c.metadata.get("tags", [])]
     assert len(tagged) == 1
@@ -96,7 +100,9 @@ def test_no_definitions(path):
 
 @each_notebook
 def test_every_setting_used_is_declared(path):
-    """A setting that a called function reads but the notebook does not declare would silently keep its default whatever the profile says."""
+    """A setting that a called function reads but the notebook does not declare would silently keep
+    its default whatever the profile says.
+    """
     own = "\n".join(c.source for c in read(path).cells if c.cell_type == "code")
     used, seen, waiting = settings_of(own), set(), set(imports_of(ast.parse(own)).values())
     waiting |= {
@@ -136,7 +142,9 @@ def test_every_setting_used_is_declared(path):
 
 
 def settings_of(source: str, owner: str = "config") -> set[str]:
-    """Settings that `config.NAME` reads, also by way of Config's path properties (`drafter.config.NAME` is something else)."""
+    """Settings that `config.NAME` reads, also by way of Config's path properties
+    (`drafter.config.NAME` is something else).
+    """
     names = set(re.findall(rf"(?<![.\w]){owner}\.([a-z_0-9]+)", source))
     for name in [n for n in names if isinstance(getattr(Config, n, None), property)]:
         names |= settings_of(inspect.getsource(getattr(Config, name).fget), "self")
@@ -145,7 +153,9 @@ def settings_of(source: str, owner: str = "config") -> set[str]:
 
 @pytest.mark.parametrize("path", sorted(PROFILES.glob("*.yaml")), ids=lambda p: p.stem)
 def test_profiles(path):
-    """Each loads, is named as its run, is understood as it stands by `papermill -f` (no string where a number is meant), and every setting has a notebook."""
+    """Each loads, is named as its run, is understood as it stands by `papermill -f` (no string
+    where a number is meant), and every setting has a notebook.
+    """
     values = read_profile(path.stem)
     assert Config.load(path.stem).run_name == path.stem
     for name, value in values.items():
@@ -175,7 +185,8 @@ def test_no_machine_paths():
     )
     wrong = []
     pattern = re.compile(
-        rf"(?<![\w.~-])/(?:root|home|Users|work|workspace|mnt|scratch)/\w|{re.escape(str(ROOT))}(?![\w-])"
+        rf"(?<![\w.~-])/(?:root|home|Users|work|workspace|mnt|scratch)/\w|"
+        rf"{re.escape(str(ROOT))}(?![\w-])"
     )
     for name in filter(None, listed.stdout.split("\0")):
         path = ROOT / name
@@ -187,7 +198,9 @@ def test_no_machine_paths():
 
 
 def test_every_command_that_is_named_exists():
-    """`python -m eyas COMMAND --flag` in messages, notebooks and documents: the command and its flags are the parser's."""
+    """`python -m eyas COMMAND --flag` in messages, notebooks and documents: the command and its
+    flags are the parser's.
+    """
     parser = build_parser()
     texts = {
         p: p.read_text()

@@ -1,6 +1,8 @@
-"""All five notebooks through the runner with a real server, once; then what their pages and run.json hold.
+"""All five notebooks through the runner with a real server, once; then what their pages and
+run.json hold.
 
-The settings are the smoke profile's. A tiny Qwen3 is the target; `make test-slow` repeats all of it with SmolLM2.
+The settings are the smoke profile's. A tiny Qwen3 is the target; `make test-slow` repeats all of it
+with SmolLM2.
 """
 
 import os
@@ -30,7 +32,10 @@ PROGRESS_LINES = {
     "02_extraction": 3,
     "04_training": 1,
     "05_acceptance": 4,
-}  # extraction, verification and parity; training; decoding in float32 and in bfloat16, other settings in bfloat16, the server
+    # extraction, verification and parity; training; decoding in float32 and in bfloat16, other
+    # settings
+    # in bfloat16, the server
+}
 
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("SmolLM2", marks=pytest.mark.slow)])
@@ -195,7 +200,9 @@ def test_a_second_report_reuses_everything(smoke, overrides):
 
 
 def test_plain_papermill_says_the_same(smoke, overrides, tmp_path, monkeypatch):
-    """The notebook alone, from another folder, on the same store: the same words, tables and figures but for times, and the very same drafter."""
+    """The notebook alone, from another folder, on the same store: the same words, tables and
+    figures but for times, and the very same drafter.
+    """
     here, data = smoke[3], tmp_path / "data"
     (data / "runs" / "smoke").mkdir(parents=True)
     (data / "targets").symlink_to(here / "targets")
@@ -232,7 +239,9 @@ def test_plain_papermill_says_the_same(smoke, overrides, tmp_path, monkeypatch):
 
 
 def said(notebook) -> list[tuple[str, list[str]]]:
-    """(code, what it put out) of each code cell of the notebook's own, without what no two runs have in common: times, rates, ids inside figures."""
+    """(code, what it put out) of each code cell of the notebook's own, without what no two runs
+    have in common: times, rates, ids inside figures.
+    """
     found = []
     for cell in notebook.cells:
         if cell.cell_type == "code" and not {"injected-parameters", "eyas-end"} & set(
@@ -254,4 +263,7 @@ def said(notebook) -> list[tuple[str, list[str]]]:
     return found
 
 
-MEASURED = r'[\d.,]+ (?:\w+/s|s\b|ms\b)|\d+:\d\d(?::\d\d)?(?: left)?|\d{4}-\d\d-\d\d[T ][\d:.]+|#?\b[a-zA-Z]{0,3}_?[0-9a-f]{10,}\b|pid \d+|0x[0-9a-f]+|T_[0-9a-f]{5}(?=[_"])'
+MEASURED = (
+    r"[\d.,]+ (?:\w+/s|s\b|ms\b)|\d+:\d\d(?::\d\d)?(?: left)?|\d{4}-\d\d-\d\d[T "
+    r'][\d:.]+|#?\b[a-zA-Z]{0,3}_?[0-9a-f]{10,}\b|pid \d+|0x[0-9a-f]+|T_[0-9a-f]{5}(?=[_"])'
+)

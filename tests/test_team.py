@@ -1,4 +1,6 @@
-"""Processes that share a step: memory in common, errors of any of them in the first, and an end with it, however it ends."""
+"""Processes that share a step: memory in common, errors of any of them in the first, and an end
+with it, however it ends.
+"""
 
 import ctypes
 import os

@@ -1,4 +1,6 @@
-"""Weights that config.json asks for: each one that is missing or has another shape is named by every command; whole folders of every kind pass."""
+"""Weights that config.json asks for: each one that is missing or has another shape is named by
+every command; whole folders of every kind pass.
+"""
 
 import re
 
@@ -209,7 +211,10 @@ def test_a_comparison_that_cannot_be_made_is_said(data, tmp_path, capsys):
         auto_map={"AutoConfig": "configuration_own.OwnConfig"},
     )
     load_target(str(folder))
-    said = "OwnModel is Python in the model's folder, which does not run without -p trust_remote_code true"
+    said = (
+        "OwnModel is Python in the model's folder, which does not run without -p "
+        "trust_remote_code true"
+    )
     assert f"were not compared with its config.json: {said}" in capsys.readouterr().err
     assert f"not compared with config.json: {said}" in run(capsys, "doctor", "--target", folder)[1]
 
