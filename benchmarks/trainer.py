@@ -45,7 +45,8 @@ CHOICES = {  # peer -> option -> what it may be
     "speculators": {"heap": (True, False), "attention": ("eager", "sdpa"), "pad": (True, False)},
 }
 WHY = {
-    "specforge": "OnlineEagle3Model, attention_backend sdpa (flex attention has no backward on a CPU, "
+    "specforge": "OnlineEagle3Model, attention_backend sdpa "
+    "(flex attention has no backward on a CPU, "
     "fa and usp need flash_attn); its Triton loss is replaced by "
     "core.loss._compute_loss of the same file; BF16Optimizer (AdamW, clipping at 0.5); "
     "target head in bf16, as its TargetHead is",
@@ -60,7 +61,10 @@ PARTS = {  # of our step: operators by name, the first that fits
     "optimiser and clipping": r"adam|_foreach|vector_norm|^Optimizer",
     "Python inside of autograd functions": r"^[A-Z]",
     "softmax, exp, log": r"softmax|::exp|::log",
-    "copies, casts, concatenation": r"::(copy_|cat|clone|_to_copy|to|fill_|zero_|empty|contiguous|narrow|split)",
+    "copies, casts, concatenation": (
+        r"::(copy_|cat|clone|_to_copy|to|fill_|zero_|empty"
+        r"|contiguous|narrow|split)"
+    ),
     "gather, scatter, masks": r"index|gather|embedding|scatter|searchsorted|nonzero|mask|where",
     "other arithmetic": r"",
 }

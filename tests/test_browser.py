@@ -33,18 +33,25 @@ pytestmark = [
 # words, text that can't be told from its background.
 WRONG = """() => {
   const wrong = [], root = document.documentElement;
-  if (root.scrollWidth > root.clientWidth) wrong.push(`${root.scrollWidth} pixels wide in a window of ${root.clientWidth}`);
+  if (root.scrollWidth > root.clientWidth) wrong.push(`${root.scrollWidth} pixels wide in a window \
+of ${root.clientWidth}`);
   for (const image of document.images) {
     if (!image.complete || !image.naturalWidth) wrong.push("an image did not load");
     if (image.alt.length < 20) wrong.push(`alt text: ${image.alt}`);
   }
-  for (const svg of document.querySelectorAll("svg")) if (svg.getAttribute("role") !== "img" || !svg.ariaLabel) wrong.push("a drawing without words");
-  const light = color => { const [r, g, b] = color.match(/[\\d.]+/g).map(Number); return (0.299 * r + 0.587 * g + 0.114 * b) / 255; };
-  const behind = element => { for (let at = element; at; at = at.parentElement) { const color = getComputedStyle(at).backgroundColor; if (!/, 0\\)|transparent/.test(color)) return color; } return "rgb(255, 255, 255)"; };
-  for (const element of document.querySelectorAll("h1, h2, p, td, th, a, button, pre, summary, .highlight span, .error span, .muted, code, small, b, figcaption, input")) {
+  for (const svg of document.querySelectorAll("svg")) if (svg.getAttribute("role") !== "img" || \
+!svg.ariaLabel) wrong.push("a drawing without words");
+  const light = color => { const [r, g, b] = color.match(/[\\d.]+/g).map(Number); return (0.299 * \
+r + 0.587 * g + 0.114 * b) / 255; };
+  const behind = element => { for (let at = element; at; at = at.parentElement) { const color = \
+getComputedStyle(at).backgroundColor; if (!/, 0\\)|transparent/.test(color)) return color; } \
+return "rgb(255, 255, 255)"; };
+  for (const element of document.querySelectorAll("h1, h2, p, td, th, a, button, pre, summary, \
+.highlight span, .error span, .muted, code, small, b, figcaption, input")) {
     if (!element.checkVisibility() || !element.innerText?.trim()) continue;
     const distance = Math.abs(light(getComputedStyle(element).color) - light(behind(element)));
-    if (distance < 0.25) wrong.push(`can't be read (${distance.toFixed(2)}): ${element.tagName} ${element.innerText.slice(0, 40)}`);
+    if (distance < 0.25) wrong.push(`can't be read (${distance.toFixed(2)}): ${element.tagName} \
+${element.innerText.slice(0, 40)}`);
   }
   return [...new Set(wrong)];
 }"""
@@ -462,7 +469,7 @@ def test_on_paper(page, reports):
 
 
 def test_without_scripts(browser, reports):
-    """A plain table, newest first, with details that open; nothing is offered that would not work."""
+    """A plain table, newest first, whose details open; nothing is offered that would not work."""
     context = browser.new_context(offline=True, java_script_enabled=False)
     page = context.new_page()
     page.goto((reports / "index.html").as_uri())

@@ -320,10 +320,7 @@ def test_a_second_client_is_refused_while_the_first_one_runs(
     first = threading.Thread(target=run)
     first.start()
     assert holding.wait(30)
-    theirs = (
-        server.spool
-        / f"{Fleet(config, need_servers(config), [server.status() for server in need_servers(config)]).prefix}waits.safetensors"
-    )
+    theirs = server.spool / f"{fleet.prefix}waits.safetensors"
     theirs.write_bytes(b"of the first client, which has yet to take it")
     with pytest.raises(
         EyasError, match="another process is writing to the store of run 'disturbed'"

@@ -59,17 +59,23 @@ LONG = {  # commands of `bash long` blocks, and `make`: why they are not run, an
     "make demo": "20 minutes; tests/test_notebooks.py runs the same notebooks, smaller",
     "make test": "it is what runs this",
     "make test-unit": "it is a part of make test",
-    "make test-slow": "it is what runs this, with more of it",
+    "make test-slow": "it holds what takes minutes each",
     "make lint": "it is the first part of make test",
     "make doctor": "it makes .venv first; tests/test_doctor.py runs what it calls",
     "make lab": "it stays; tests/test_setup.py looks at the rules of the Makefile",
     "make report P=reference": "an hour; as make demo",
     "make report P=layers": "35 minutes; tests/test_sweep.py runs a small sweep",
-    "python -m eyas serve-check --profile my.yaml": "two more servers; tests/test_served.py runs it",
-    "python -m papermill notebooks/05_acceptance.ipynb mine-05.ipynb -f my.yaml": "minutes; tests/test_notebooks.py runs notebook 04 so",
+    "python -m eyas serve-check --profile my.yaml": (
+        "two more servers; tests/test_served.py runs it"
+    ),
+    "python -m papermill notebooks/05_acceptance.ipynb mine-05.ipynb -f my.yaml": (
+        "minutes; tests/test_notebooks.py runs notebook 04 so"
+    ),
     "python -m jupyterlab mine-05.ipynb": "it stays",
 } | {  # the study of one's own
-    f"python -m eyas {command.replace('MINE', '--profile my.yaml -p run_name my-layers')}": "a server and fifty trainings; tests/test_sweep.py runs a small sweep"
+    f"python -m eyas {command.replace('MINE', '--profile my.yaml -p run_name my-layers')}": (
+        "a server and fifty trainings; tests/test_sweep.py runs a small sweep"
+    )
     for command in (
         "server up MINE -p extra_boundaries all",
         "extract MINE -p extra_boundaries all",

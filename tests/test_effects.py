@@ -134,7 +134,7 @@ def reached(start: str) -> set[str]:
 
 @pytest.mark.parametrize("command", STARTS)
 def test_the_table_names_what_the_commands_code_reads(command):
-    """Nothing that is reached is missing, or a setting with an effect would be said to have none."""
+    """The table lacks nothing that is reached: it would call a setting with an effect idle."""
     missing = reached(STARTS[command]) - READS[command] - NOT_REACHED.get(command, set())
     assert not missing, f"{command} reads {sorted(missing)}"
 

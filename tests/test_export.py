@@ -754,11 +754,13 @@ given = load_file(sys.argv[2])
 def run(folder):
     config = SpeculatorModelConfig.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"
-    model, logits = SpeculatorModel.from_pretrained(folder, config=config, dtype=torch.float32).eval(), []
+    model, logits = SpeculatorModel.from_pretrained(folder, config=config, \
+dtype=torch.float32).eval(), []
     model.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output[0]))
     ids, n = given["ids"], len(given["ids"]) - 1
     with torch.no_grad():
-        model(given["states"][None, :n], ids[None, 1:], torch.zeros(1, n, dtype=torch.long), ttt_steps=2)
+        model(given["states"][None, :n], ids[None, 1:], torch.zeros(1, n, dtype=torch.long), \
+ttt_steps=2)
     return model, torch.stack(logits)
 """
 
@@ -796,7 +798,8 @@ def taken(id, folder):
         return resolve_target_layer_ids([id], folder) == [id]
     except ValueError:
         return False
-found = {n: (resolve_target_layer_ids(None, f"{sys.argv[2]}/{n}"), [id for id in range(-2, n + 3) if taken(id, f"{sys.argv[2]}/{n}")]) for n in map(int, sys.argv[3:])}
+found = {n: (resolve_target_layer_ids(None, f"{sys.argv[2]}/{n}"), [id for id in range(-2, n + 3) \
+if taken(id, f"{sys.argv[2]}/{n}")]) for n in map(int, sys.argv[3:])}
 """,
         str(tmp_path / "found.pt"),
         str(tmp_path),
@@ -826,9 +829,11 @@ import ast, importlib.util
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-folder = Path(importlib.util.find_spec("speculators").submodule_search_locations[0]) / "data_generation"
+folder = Path(importlib.util.find_spec("speculators").submodule_search_locations[0]) / \
+"data_generation"
 tree = ast.parse((folder / "vllm_hidden_states_generator.py").read_text())
-default = next(n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "self.layer_ids" and isinstance(n.value, ast.List))
+default = next(n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and \
+ast.unparse(n.targets[0]) == "self.layer_ids" and isinstance(n.value, ast.List))
 tree = ast.parse((folder / "custom_worker.py").read_text())
 forward = next(n for n in tree.body if getattr(n, "name", "") == "_patched_forward")
 group = SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0)
@@ -839,7 +844,8 @@ for n in map(int, sys.argv[2:]):
     ids, kept = eval(ast.unparse(default), {"num_layers": n}), []
     layers = [lambda hidden_states, positions, residual: (hidden_states + 1, 0)] * n
     extension = SimpleNamespace(_layer_ids=frozenset(ids), _store_captured_states=kept.extend)
-    model = SimpleNamespace(_extension=extension, layers=layers, start_layer=0, end_layer=n, norm=lambda states, residual: (states, residual))
+    model = SimpleNamespace(_extension=extension, layers=layers, start_layer=0, end_layer=n, \
+norm=lambda states, residual: (states, residual))
     names["_patched_forward"](model, None, None, inputs_embeds=torch.zeros(()))
     found[n] = ids, [int(state) for state in kept]
 """,
@@ -864,7 +870,8 @@ def test_specforges_own_layer_ids(tmp_path):
 from types import SimpleNamespace
 from specforge.algorithms.model_providers import resolve_eagle_capture_layers
 run = SimpleNamespace(model=SimpleNamespace(aux_hidden_state_layer_ids=None))
-found = {n: resolve_eagle_capture_layers(run, {}, SimpleNamespace(num_hidden_layers=n)) for n in map(int, sys.argv[2:])}
+found = {n: resolve_eagle_capture_layers(run, {}, SimpleNamespace(num_hidden_layers=n)) for n in \
+map(int, sys.argv[2:])}
 """,
         str(tmp_path / "found.pt"),
         *map(str, BLOCKS),
@@ -897,7 +904,8 @@ def test_speculators_loads_the_export_and_agrees_and_we_load_what_it_saves(
         + """
 model, logits = run(sys.argv[3])
 model.save_pretrained(sys.argv[4])
-found = {"logits": logits, "class": type(model).__name__, "tok": model.config.speculators_config.proposal_methods[0].speculative_tokens}
+found = {"logits": logits, "class": type(model).__name__, "tok": \
+model.config.speculators_config.proposal_methods[0].speculative_tokens}
 """,
         str(tmp_path / "found.pt"),
         given,
@@ -928,19 +936,25 @@ from specforge.modeling.auto import AutoDraftModel
 from transformers import LlamaConfig
 given = load_file(sys.argv[2])
 torch.manual_seed(0)
-config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    max_position_embeddings=1024, rms_norm_eps=1e-5, tie_word_embeddings=False, pad_token_id=2, architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=200)
-model = AutoDraftModel.from_config(config, attention_backend="sdpa", torch_dtype=torch.float32).eval()
+config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=1, \
+num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    max_position_embeddings=1024, rms_norm_eps=1e-5, tie_word_embeddings=False, pad_token_id=2, \
+architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=200)
+model = AutoDraftModel.from_config(config, attention_backend="sdpa", \
+torch_dtype=torch.float32).eval()
 for name, weight in model.named_parameters():
-    weight.data.uniform_(0.5, 1.5) if "norm" in name else weight.data.normal_(std=weight.shape[-1] ** -0.5)
+    weight.data.uniform_(0.5, 1.5) if "norm" in name else weight.data.normal_(std=weight.shape[-1] \
+** -0.5)
 model.load_embedding(sys.argv[3])
 ids = torch.randperm(512)[:200].sort().values
 model.d2t.copy_(ids - torch.arange(200)); model.t2d.zero_(); model.t2d[ids] = True
 n = len(given["ids"]) - 1
 with torch.no_grad():
     hidden = model.project_hidden_states(given["states"][None, :n])
-    mask = model.prepare_decoder_attention_mask(torch.ones(1, n, dtype=torch.bool), hidden, 1, n, 0) if hasattr(model, "prepare_decoder_attention_mask") else None
-    out = model.backbone(model.embed_input_ids(given["ids"][None, 1:]), hidden, [[], []], mask, torch.arange(n)[None])
+    mask = model.prepare_decoder_attention_mask(torch.ones(1, n, dtype=torch.bool), hidden, 1, n, \
+0) if hasattr(model, "prepare_decoder_attention_mask") else None
+    out = model.backbone(model.embed_input_ids(given["ids"][None, 1:]), hidden, [[], []], mask, \
+torch.arange(n)[None])
     found = {"logits": model.compute_logits(out)[0]}
 model.save_pretrained(sys.argv[4])
 """,

@@ -131,7 +131,7 @@ def config_for(target, **values) -> Config:
 
 
 def tensors_of(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Path in the folder -> every tensor of that file, as torch and safetensors themselves read it."""
+    """Return {path in the folder: every tensor of that file, as torch and safetensors read it}."""
     found = {}
     for path in sorted(
         p for p in folder.rglob("*") if p.suffix in (".pt", ".ckpt", ".safetensors")
@@ -846,7 +846,8 @@ def test_speculators_v1_reads_ours(exported, samples, tmp_path):
 import builtins
 builtins.torch = torch  # this release forgets the import beside a newer transformers
 from speculators.train.data import Eagle3SampleFileDataset, standardize_data_v1
-rows = Eagle3SampleFileDataset(4096, sys.argv[2], hidden_states_dtype=torch.bfloat16, standardize_fn=standardize_data_v1)
+rows = Eagle3SampleFileDataset(4096, sys.argv[2], hidden_states_dtype=torch.bfloat16, \
+standardize_fn=standardize_data_v1)
 found = {path.name: rows[i] for i, path in enumerate(rows.data)}
 """,
         str(tmp_path / "found.pt"),
@@ -876,7 +877,8 @@ from specforge.algorithms.eagle3.data import normalize_offline_sample
 from specforge.runtime.data_plane.feature_store import LocalFeatureStore
 from specforge.runtime.data_plane.offline_reader import OfflineManifestReader
 refs, features = OfflineManifestReader(sys.argv[2], validate_files=True).read(), LocalFeatureStore()
-found = {ref.feature_store_uri.rsplit("/", 1)[1]: normalize_offline_sample(features.get(ref)[0], 4096) for ref in refs}
+found = {ref.feature_store_uri.rsplit("/", 1)[1]: normalize_offline_sample(features.get(ref)[0], \
+4096) for ref in refs}
 """,
         str(tmp_path / "found.pt"),
         str(exported["specforge"]),

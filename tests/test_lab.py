@@ -297,7 +297,8 @@ from eyas.prompts.prompt_set import load_prompts
 from eyas.server.serve import need_servers
 from eyas.models.target import load_target
 config = Config.create(**{settings!r})
-print(extract(config, need_servers(config), load_target(config.target), load_prompts(config.answered_path)))
+print(extract(config, need_servers(config), load_target(config.target), \
+load_prompts(config.answered_path)))
 """
 
 

@@ -239,7 +239,8 @@ def test_speculators_has_the_same(tmp_path):
 from speculators.losses.eager import kl_div_loss, lk_hybrid_loss, neg_log_acceptance_loss, tv_loss
 z, t = torch.load(sys.argv[2])
 found = {}
-for name, function in (("kl", kl_div_loss), ("tv", tv_loss), ("lk_alpha", neg_log_acceptance_loss), ("lk_lambda", lk_hybrid_loss)):
+for name, function in (("kl", kl_div_loss), ("tv", tv_loss), ("lk_alpha", \
+neg_log_acceptance_loss), ("lk_lambda", lk_hybrid_loss)):
     leaf = z[None].clone().requires_grad_()
     losses = function(leaf, t[None])
     found[name] = losses.detach()[0], torch.autograd.grad(losses.sum(), leaf)[0][0]
@@ -274,10 +275,13 @@ for name in ("tv", "lk_alpha", "lk_lambda"):
     rows = []
     for row, target in zip(z, p):
         leaf = row[None, None].clone().requires_grad_()
-        rate, log_rate = compute_acceptance_rate(logits=leaf, target_probs=target[None, None], position_mask=torch.ones(1, 1, 1, dtype=torch.bool))
-        kl = torch.nn.functional.kl_div(leaf[0, 0].log_softmax(-1), target / target.sum(), reduction="sum")
+        rate, log_rate = compute_acceptance_rate(logits=leaf, target_probs=target[None, None], \
+position_mask=torch.ones(1, 1, 1, dtype=torch.bool))
+        kl = torch.nn.functional.kl_div(leaf[0, 0].log_softmax(-1), target / target.sum(), \
+reduction="sum")
         loss = 1 - rate if name == "tv" else compute_lk_loss(
-            kl_loss=kl, acceptance_rate=rate, log_acceptance_rate=log_rate, lk_loss_type=name[3:], kl_scale=1.0, kl_decay=eta)
+            kl_loss=kl, acceptance_rate=rate, log_acceptance_rate=log_rate, lk_loss_type=name[3:], \
+kl_scale=1.0, kl_decay=eta)
         rows.append((loss.detach(), torch.autograd.grad(loss, leaf)[0][0, 0]))
     found[name] = [torch.stack(column) for column in zip(*rows)]
 """,

@@ -1,4 +1,4 @@
-"""Nothing that a command made or imported is replaced by another in silence: through the commands."""
+"""No command replaces in silence what another command made or imported."""
 
 import dataclasses
 import json

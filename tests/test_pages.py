@@ -53,7 +53,9 @@ def failed_run() -> dict:
             "cell": 4,
             "cells": 9,
             "source": "open(store)",
-            "what_to_do": "what the message says; then `python -m eyas report --profile demo --from 03`",
+            "what_to_do": (
+                "what the message says; then `python -m eyas report --profile demo --from 03`"
+            ),
         },
     }
     return run
@@ -90,7 +92,7 @@ def everything_missing() -> list[tuple[dict, str]]:
 
 
 def test_older_runs_are_shown():
-    """Whatever one field is missing: nothing breaks, and nothing is shown as a number that is none."""
+    """Whichever field is missing: nothing breaks, and nothing missing is shown as a number."""
     cases = everything_missing()
     assert len(cases) > 200
     for run, what in cases:

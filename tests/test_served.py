@@ -978,7 +978,7 @@ def test_other_boundaries_are_refused(world):
 
 
 def test_speed_of_many_requests():
-    """benchmarks/serving.py: seconds for as many tokens, rounds of one number of parallel requests."""
+    """benchmarks/serving.py: seconds for as many tokens, in rounds of equally many requests."""
     rows = [
         {
             "parallel": n,

@@ -192,7 +192,8 @@ def test_a_reader_of_some_boundaries_reads_only_their_bytes(tmp_path):
         kept = store.read("s", (3, 15, 27))
         assert all((rows == b).all() for b, rows in kept["states"].items())
         maps = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read())
-        print(sum(int(re.search(r"Rss: +([0-9]+) kB", m).group(1)) for m in maps if m and ".safetensors" in m.splitlines()[0]))
+        print(sum(int(re.search(r"Rss: +([0-9]+) kB", m).group(1)) for m in maps if m and \
+".safetensors" in m.splitlines()[0]))
     """)
     resident_kib = int(
         subprocess.run(

@@ -459,7 +459,8 @@ from eyas.store.reader import Store
 from eyas.studies.sweep import Sweep
 config = Config.create(**json.loads(sys.argv[1]))
 with Sweep(config, Store.open(config.store_dir)) as sweep:
-    for member in sweep.run([{"boundaries": b, "seed": 0} for b in ((2, 4), (99,), (5,), (1, 7), (2, 4))]):
+    for member in sweep.run([{"boundaries": b, "seed": 0} for b in ((2, 4), (99,), (5,), (1, 7), \
+(2, 4))]):
         print(member, member.record["state"], member.problem())
 """
 

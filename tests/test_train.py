@@ -292,7 +292,7 @@ def test_every_loss_equals_the_reference(loss, n_steps):
 
 
 def test_attention_without_the_fused_kernel_is_the_same(monkeypatch):
-    """What runs where the CPU's kernel is not: the plain formulas, with the same joint log-sum-exp."""
+    """Without the CPU's kernel the plain formulas run, with the same joint log-sum-exp."""
     fused = both_losses(MASKS["packed"], 4, 0.8)[0]
     monkeypatch.setattr(eyas.training.attention, "FUSED_ON", ())
     plain = both_losses(MASKS["packed"], 4, 0.8)[0]
@@ -718,7 +718,8 @@ for name, (where, step, values) in eval(sys.argv[1]).items():
     if where == "between evaluation and checkpoint":
         Training.evaluate = judged
     try:
-        train(Config.create(**values), store, target, on_step=lambda done: where == "behind a step" and done["step"] == step and die())
+        train(Config.create(**values), store, target, on_step=lambda done: where == "behind a \
+step" and done["step"] == step and die())
     finally:
         os._exit(1)
 """

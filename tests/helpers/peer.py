@@ -8,7 +8,7 @@ import torch
 
 
 def peer(variable: str, install: str, code: str, *arguments: str):
-    """What the code leaves in `found`, run by the Python that the variable names, as torch tensors."""
+    """Run code with the Python that the variable names; return the tensors it leaves in `found`."""
     python = os.environ.get(variable)
     if not python:
         # Goes when the peer can share an environment with this lock (speculators and specforge pin

@@ -1,4 +1,4 @@
-"""SGLang's own models: their source, read without its imports, and one that runs beside a drafter."""
+"""SGLang's own models: their source, read without imports, and one that runs beside a drafter."""
 
 import ast
 import functools

@@ -22,14 +22,21 @@ CHAT_TEMPLATE = (
 
 # What the tokenizer's merges are learnt from: enough for 377 merges beside the 256 bytes and the
 # special tokens.
-TEXT = """You are a helpful AI assistant named SmolLM, trained by Hugging Face. system user assistant
-A young eagle leaves its nest before it can hunt, and someone has to teach it what the old bird knows already. The teacher flies
-slowly and says every word aloud; the pupil listens, guesses the next three words, and is told at once which of them were right.
-Write a short letter to a neighbour about the broken fence. Explain why the sky is blue during the day but red in the evening.
-What is the difference between a list and a tuple in Python? Give me five ideas for dinner with rice, beans, onions and cheese.
-Translate this sentence into French, then count how many letters it has. My train departs at noon; when should I leave home?
+TEXT = """You are a helpful AI assistant named SmolLM, trained by Hugging Face. system user \
+assistant
+A young eagle leaves its nest before it can hunt, and someone has to teach it what the old bird \
+knows already. The teacher flies
+slowly and says every word aloud; the pupil listens, guesses the next three words, and is told at \
+once which of them were right.
+Write a short letter to a neighbour about the broken fence. Explain why the sky is blue during the \
+day but red in the evening.
+What is the difference between a list and a tuple in Python? Give me five ideas for dinner with \
+rice, beans, onions and cheese.
+Translate this sentence into French, then count how many letters it has. My train departs at noon; \
+when should I leave home?
 def mean(values): return sum(values) / len(values)   # of numbers, never of nothing
-Thank you very much for your question! Here are some simple steps: first, open the window; second, boil water; third, wait."""
+Thank you very much for your question! Here are some simple steps: first, open the window; second, \
+boil water; third, wait."""
 
 # What a family's configuration has beyond a Llama's. DeepSeek's: SGLang asks for yarn, and for
 # moe_layer_freq, scoring_func and topk_method, which transformers has no use for.
