@@ -320,6 +320,8 @@ def test_a_second_client_is_refused_while_the_first_one_runs(
     first = threading.Thread(target=run)
     first.start()
     assert holding.wait(30)
+    servers = need_servers(config)
+    fleet = Fleet(config, servers, [one.status() for one in servers])
     theirs = server.spool / f"{fleet.prefix}waits.safetensors"
     theirs.write_bytes(b"of the first client, which has yet to take it")
     with pytest.raises(

@@ -40,8 +40,8 @@ from eyas.models.layer_ids import (
 )
 from eyas.models.target import load_target
 from eyas.store.formats.speculators_v1 import SpeculatorsV1
-from helpers.drafters import random_drafter
 from helpers.peer import peer
+from helpers.random_drafters import BOUNDARIES, IMPORTED, LLAMA3, make_drafter
 from helpers.sglang_models import FAMILY_NAMES, SETTER, find_method, run_sglang, sglang_classes
 from helpers.tiny import make_tiny_target
 
@@ -261,21 +261,6 @@ def test_unservable_choices_are_said():
 
 # ---- exports
 
-BOUNDARIES = (2, 3, 4)
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-IMPORTED = {
-    "norm_before_fc": True,
-    "norm_before_residual": True,
-    "own_embedding": True,
-    "rope_scaling": LLAMA3,
-}
-
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
@@ -286,7 +271,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def drafter(target):
-    return random_drafter(target)
+    return make_drafter(target)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +284,7 @@ def drafter(target):
 )
 @torch.no_grad()
 def test_sglangs_own_model_loads_the_export_and_agrees(target, tmp_path, switches):
-    drafter = random_drafter(target, **switches)
+    drafter = make_drafter(target, **switches)
     folder = export_sglang(drafter, target, tmp_path / "export")
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(0, target.vocab_size, (13,), generator=generator)
@@ -336,7 +321,7 @@ def agree(drafter: Drafter, again: Drafter) -> None:
     ids=lambda s: " ".join(s) or "plain",
 )
 def test_export_and_import_are_inverse(target, tmp_path, switches):
-    drafter = random_drafter(target, **switches)
+    drafter = make_drafter(target, **switches)
     folder = export_sglang(drafter, target, tmp_path / "export")
     config = json.loads((folder / "config.json").read_text())
     assert (
@@ -359,7 +344,7 @@ def test_export_and_import_are_inverse(target, tmp_path, switches):
     ids=["plain", "norms", "imported"],
 )
 def test_the_layout_of_speculators_and_vllm_is_inverse_too(target, tmp_path, switches):
-    drafter = random_drafter(
+    drafter = make_drafter(
         target, (2, 3, 6), **switches
     )  # it can have the last block's output, SGLang can't
     folder = export_speculators(drafter, target, tmp_path / "export", 3)
@@ -390,7 +375,7 @@ def test_the_layout_of_speculators_and_vllm_is_inverse_too(target, tmp_path, swi
 )
 def test_export_for_sglang_refuses_what_it_would_not_serve(target, tmp_path, switch, message):
     with pytest.raises(EyasError, match=f"{message}.*export --to vllm"):
-        export_sglang(random_drafter(target, **{switch: True}), target, tmp_path / "export")
+        export_sglang(make_drafter(target, **{switch: True}), target, tmp_path / "export")
 
 
 def rewrite(folder: Path, change) -> None:
@@ -508,9 +493,9 @@ def test_wrong_configs_are_refused_by_name(target, drafter, tmp_path, change, me
 
 def test_export_refuses_what_sglang_cannot_serve(target, tmp_path):
     with pytest.raises(EyasError, match="cannot serve a drafter fed from boundary 6"):
-        export_sglang(random_drafter(target, (2, 3, 6)), target, tmp_path / "last")
+        export_sglang(make_drafter(target, (2, 3, 6)), target, tmp_path / "last")
     with pytest.raises(EyasError, match="cannot serve a drafter fed from boundary 3 alone"):
-        export_sglang(random_drafter(target, (3,)), target, tmp_path / "one")
+        export_sglang(make_drafter(target, (3,)), target, tmp_path / "one")
     with pytest.raises(EyasError, match="no config.json"):
         read_checkpoint(tmp_path / "nothing", target)
 
@@ -895,7 +880,7 @@ map(int, sys.argv[2:])}
 def test_speculators_loads_the_export_and_agrees_and_we_load_what_it_saves(
     target, tmp_path, text, switches
 ):
-    drafter, (ids, states, given) = random_drafter(target, **switches), text
+    drafter, (ids, states, given) = make_drafter(target, **switches), text
     folder = export_speculators(drafter, target, tmp_path / "export", 3)
     found = peer(
         "EYAS_PEER_SPECULATORS",

@@ -13,7 +13,7 @@ from eyas.errors import EyasError
 from eyas.models.export import export_sglang, export_speculators
 from eyas.models.import_drafter import read_checkpoint
 from eyas.models.target import load_target
-from helpers.drafters import random_drafter
+from helpers.random_drafters import make_drafter
 from helpers.tiny import make_tiny_target
 
 
@@ -25,7 +25,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def drafter(target):
-    return random_drafter(target, (2, 4, 5))
+    return make_drafter(target, (2, 4, 5))
 
 
 @pytest.fixture

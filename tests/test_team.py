@@ -185,7 +185,7 @@ def test_no_process_outlives_the_first(how):
 
 
 def test_interrupted_from_the_keyboard_the_first_alone_says_so():
-    """Ctrl-C reaches the whole group; tracebacks of all processes would bury the one that counts."""
+    """Ctrl-C reaches the whole group; one traceback counts, and others would bury it."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(

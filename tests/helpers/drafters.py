@@ -1,10 +1,10 @@
-"""Drafters of random weights, and a sample of random states."""
+"""The drafter of the training tests, random and in float64, and a sample of random states."""
 
 import dataclasses
 
 import torch
 
-from eyas.models.drafter import Drafter, DrafterConfig, ImportedConfig
+from eyas.models.drafter import Drafter, DrafterConfig
 from eyas.models.vocab import DraftVocab
 
 H, V, D, BOUNDARIES = 12, 40, 15, (1, 2)
@@ -22,9 +22,6 @@ SHAPE = DrafterConfig(
     max_position_embeddings=64,
     boundaries=BOUNDARIES,
 )
-
-# Switches that only drafters of others have.
-IMPORTED_SWITCHES = {"norm_before_fc", "norm_before_residual", "own_embedding", "rope_scaling"}
 
 
 def make_drafter(seed: int = 0, **switches) -> Drafter:
@@ -50,20 +47,3 @@ def make_sample(mask: list[int], seed: int = 0, n_blocks: int = 3) -> dict:
         "loss_mask": torch.tensor(mask).bool(),
         "states": states,
     }
-
-
-def random_drafter(target, boundaries=(2, 3, 4), **switches) -> Drafter:
-    """Random, the norms too: a norm left at 1 would hide one that is forgotten."""
-    torch.manual_seed(4)
-    ids = torch.randperm(target.vocab_size)[:200].sort().values
-    config = DrafterConfig.from_target(target, boundaries, len(ids))
-    config_class = ImportedConfig if switches.keys() & IMPORTED_SWITCHES else DrafterConfig
-    config = config_class(**dataclasses.asdict(config) | switches)
-    drafter = Drafter(config, DraftVocab(ids, target.vocab_size))
-    for name, weight in drafter.named_parameters():
-        weight.data.uniform_(0.5, 1.5) if "norm" in name else weight.data.normal_(
-            std=weight.shape[-1] ** -0.5
-        )
-    if not config.own_embedding:
-        drafter.embed_tokens.weight.data.copy_(target.embedding().float())
-    return drafter.eval()
