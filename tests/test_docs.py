@@ -368,6 +368,14 @@ def test_every_kind_of_command_runs_somewhere():
 # ---- running them
 
 
+PYTEST_RUNS = """
+import ast, sys, pytest
+for arguments in ast.literal_eval(sys.argv[1]):
+    if code := pytest.main(arguments):
+        sys.exit(f"pytest {arguments} ended with {code}")
+"""
+
+
 class World:
     """A folder in which the commands of the pages run, one after the other."""
 
@@ -397,12 +405,16 @@ class World:
         return Config.load(str(self.folder / "my.yaml"), **overrides)
 
     def run(self, page: Path) -> None:
+        tests = []  # arguments of each pytest command, run in one process when all else has run
         for block in blocks(page):
             if block.language == "yaml" and block.words:
                 (self.folder / block.words[0]).write_text(self.here(block.text))
             elif block.language == "bash" and not block.marks & {"gpu", "long", "peer"}:
                 self.said = []
                 for command in block.commands():
+                    if "copy" in block.marks and command.startswith("python -m pytest "):
+                        tests.append(shlex.split(command)[3:])
+                        continue
                     code, text = self.shell(self.here(command), "copy" in block.marks)
                     self.said += text.replace("\r", "\n").splitlines()
                     assert (code != 0) == ("fails" in block.marks), (
@@ -418,6 +430,9 @@ class World:
                 assert code == 0, f"{page.name}:\n{block.text}\n{text[-3000:]}"
             elif block.language == "text" and not block.words:
                 self.compare(page, block)
+        if tests:
+            code, text = self.process([sys.executable, "-c", PYTEST_RUNS, repr(tests)], copy=True)
+            assert code == 0, f"{page.name}: {tests}\n{text[-3000:]}"
 
     # ---- a copy of the repository, for what a page adds to it
 
