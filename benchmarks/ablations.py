@@ -216,7 +216,9 @@ def result(out: Path, values: dict, settings: dict, seed: int, ids: list[str]) -
         os.environ["EYAS_DATA"] = folder
         try:
             torch.set_num_threads(config.threads)
-            drafter = load_drafter(train(config, part(store, ids), target, ablation=ablation), target)
+            drafter = load_drafter(
+                train(config, part(store, ids), target, ablation=ablation), target
+            )
         finally:
             os.environ.pop("EYAS_DATA") if before is None else os.environ.update(EYAS_DATA=before)
     train_s = time.perf_counter() - started_s
