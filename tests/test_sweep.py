@@ -390,7 +390,7 @@ def test_identity_of_a_training(data, target):
         )
     with pytest.raises(EyasError, match="does not declare the setting concurrency"):
         Sweep(config, store).member({"concurrency": 3})
-    with Sweep(config, store), pytest.raises(EyasError, match="is going on"), Sweep(config, store):
+    with Sweep(config, store), pytest.raises(EyasError, match="is running"), Sweep(config, store):
         pass
     plain, wordy, other = (
         "def f(x):\n    return x + 1",
