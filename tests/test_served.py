@@ -859,6 +859,7 @@ def test_a_fault_of_the_checkpoint_is_named(world, tmp_path, fault):
     assert len(wrong) == others
 
 
+@pytest.mark.server
 def test_what_the_server_says_of_itself_is_looked_at(world, checked):
     """EAGLE for EAGLE3, other draft steps, another target, dtype, prompts with a token more: each
     by its own row, and only that.
