@@ -279,7 +279,9 @@ def drafter(target):
     [
         pytest.param({}, id="plain", marks=pytest.mark.slow),
         pytest.param({"fc_norm": True, "norm_output": True}, id="norms"),
-        pytest.param({"norm_before_fc": True, "rope_scaling": LLAMA3}, id="imported"),
+        pytest.param(
+            {"norm_before_fc": True, "rope_scaling": LLAMA3}, id="imported", marks=pytest.mark.slow
+        ),
     ],
 )
 @torch.no_grad()

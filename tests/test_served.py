@@ -911,6 +911,7 @@ def test_a_server_that_drafts_with_other_settings_is_named():
         same_settings({"drafter": told | {"num_steps": 5, "draft_tokens": 6}}, config)
 
 
+@pytest.mark.slow
 @server
 def test_served_with_a_fault(world, tmp_path):
     """A real server of a checkpoint with d2t all zero and half of the weights dropped, as a server

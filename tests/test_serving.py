@@ -204,7 +204,7 @@ def test_a_server_without_drafter_says_so(world, plain):
 
 
 @server
-@pytest.mark.parametrize("name", ["tree", "shifted"])
+@pytest.mark.parametrize("name", ["tree", pytest.param("shifted", marks=pytest.mark.slow)])
 def test_drafting_does_not_change_the_output(request, plain, name):
     """One at a time, and twelve in a batch of several lengths; sampled requests are served too."""
     drafting = request.getfixturevalue(name)
@@ -249,6 +249,7 @@ def test_a_tree_accepts_what_our_decoding_does(world, tree):
     )  # more is accepted in a step, so there are fewer
 
 
+@pytest.mark.slow
 @server
 def test_what_the_server_says_it_feeds_is_what_it_feeds(world, shifted):
     """Ids that mean other boundaries are seen in the running server, and our own decoding, fed with
