@@ -550,7 +550,7 @@ def test_own_conversations(tmp_path, embedded):
         ("", "holds no conversation"),
         (
             '{"id": "a", "messages": [{"role": "user", "content": "a"}]}\n{"id": "a", "messages": [{"role": "user", "content": "b"}]}',
-            "line 2: sample id 'a' stands there already",
+            "line 2: sample id 'a' is in the file already",
         ),
     ):
         path.write_text(text)
