@@ -76,8 +76,8 @@ def generate_responses(
 
     Write `out_path` (JSONL) and its manifest (.json), and return the manifest. Assistant turns of
     the prompt set are replaced. Finished conversations are kept in data/responses/, so that the
-    same call resumes after any interruption. Another prompt set, target, engine or setting has another
-    file there.
+    same call resumes after any interruption. Another prompt set, target, engine or setting has
+    another file there.
 
     Raise EyasError if the server does not answer or serves another model. Raise it at the end, with
     their names, if the server refused conversations; the others are kept.

@@ -258,9 +258,10 @@ def _is_writer() -> bool:
 
 
 def install(original, scheduler, *args, **kwargs):
-    """Around `Scheduler.init_model_worker`: the model is loaded, so put the pre-hooks on it. Raises when that cannot be done.
+    """Wrap `Scheduler.init_model_worker`: put the pre-hooks on the loaded model.
 
-    Without boundaries nothing is captured: then the plugin only tells what feeds the drafter.
+    Without boundaries nothing is captured: then the plugin only reports what feeds the drafter.
+    Raise RuntimeError if the model cannot be hooked.
     """
     global _capture
     result = original(scheduler, *args, **kwargs)

@@ -3,7 +3,8 @@
 - SGLang's own CPU engine (SGLANG_USE_CPU_ENGINE=1) imports kernels that the PyPI wheel does not
   contain. An out-of-tree platform takes the `native` (plain torch) path of every layer instead.
 - SGLANG_PLATFORM=eyas_cpu selects it.
-- A server with a drafter (--speculative-algorithm EAGLE3) drafts chains and trees: `eyas_cpu.eagle`.
+- A server with a drafter (--speculative-algorithm EAGLE3) drafts chains and trees; see
+  `eyas_cpu.eagle`.
 """
 
 import multiprocessing
