@@ -775,7 +775,7 @@ def _unservable_sentence(
     ]
 
 
-def summary(study: Study) -> str:
+def study_text(study: Study) -> str:
     """Return the answer, and on how many trainings it is based."""
     record = study.record
     return (
