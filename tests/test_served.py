@@ -23,7 +23,7 @@ from eyas.evaluation.acceptance import Prompt, measure
 from eyas.evaluation.decode import TargetStream, greedy_decode
 from eyas.evaluation.offline import against_decoding, run_walk
 from eyas.evaluation.served import (
-    Served,
+    ServedAcceptance,
     check,
     check_or_reason,
     our_decoding,
@@ -354,7 +354,7 @@ def test_three_sides(world, checked):
 # ---- without a server
 
 
-def made_up(world, accepted) -> Served:
+def made_up(world, accepted) -> ServedAcceptance:
     """The check's record of answers whose verify steps accept what `accepted(step)` says, all of 30
     tokens, and a server that says what an honest one does.
     """
@@ -385,7 +385,7 @@ def made_up(world, accepted) -> Served:
         "speed_prompts": 0,
         "causes": causes(config, target, drafter, honest(world), record, table),
     }
-    return Served(record, table)
+    return ServedAcceptance(record, table)
 
 
 def honest(world, **drafting) -> dict:

@@ -423,11 +423,11 @@ def _train(args) -> int:
 def _sweep(args) -> int:
     from eyas.models.target import target_of
     from eyas.store.reader import Store
-    from eyas.studies.boundaries import run_study, summary
+    from eyas.studies.boundaries import run_study, study_text
 
     config = _config(args)
     study = run_study(config, Store.open(config.store_dir), target_of(config))
-    print(summary(study))
+    print(study_text(study))
     return 1 if study.record["failed"] else 0
 
 

@@ -63,7 +63,7 @@ DECODE_COMMAND = "python -m eyas decode"
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedAcceptance:
     """Hold the result of `check`.
 
     record: served.json.
@@ -168,7 +168,7 @@ class NotServed:
 
 def check_or_reason(
     config: Config, target: Target, drafter: Drafter, prompts: list[Prompt]
-) -> Served | NotServed:
+) -> ServedAcceptance | NotServed:
     """Return `check`, or the reason why SGLang cannot serve a drafter of this shape.
 
     A page with other results can then continue. Any other EyasError is raised.
@@ -247,7 +247,7 @@ def check(
     drafter: Drafter,
     prompts: list[Prompt],
     folder: Path | None = None,
-) -> Served:
+) -> ServedAcceptance:
     """Serve the drafter and compare what the server accepts with `eyas decode`, same prompts.
 
     Write served.parquet and, last, served.json.
@@ -272,7 +272,7 @@ def check(
     keep_earlier(config.acceptance_dir, OF_THE_SERVER, record)
     write_atomic(config.acceptance_dir / "served.parquet", table.to_parquet)
     write_json(config.acceptance_dir / "served.json", record)
-    return Served(record, table)
+    return ServedAcceptance(record, table)
 
 
 def _ask_servers(

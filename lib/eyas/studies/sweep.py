@@ -185,9 +185,9 @@ class Sweep:
                 f"{self.path.name} does not declare the setting {', '.join(unknown)}",
                 "a name in its parameters cell",
             )
-        own = {name: getattr(self.config, name) for name in self._declared}
+        sweep_settings = {name: getattr(self.config, name) for name in self._declared}
         threads = {"threads": threads_each(self.config)}
-        config = Config.create(**(own | threads | settings))
+        config = Config.create(**(sweep_settings | threads | settings))
         parameters = {name: plain(getattr(config, name)) for name in self._declared}
         identity = {
             "notebook": self._notebook_code,
