@@ -20,6 +20,8 @@ the drafter's with the stored tokens fed to it. What it assumes: the stored text
 after an accepted draft the next state is the stored one, whatever was drawn.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import pandas as pd
 import torch
@@ -122,59 +124,34 @@ def _response(
 @torch.inference_mode()
 def unroll(
     drafter: Drafter,
-    input_ids: torch.Tensor,
-    states: torch.Tensor,
-    start: int,
+    input_ids: torch.Tensor,  # int64 [E], up to the end of the response
+    states: torch.Tensor,  # [E, B*H]
+    start: int,  # position of the first token of the response
     draft_length: int,
-    judge,
+    judge: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Draft `draft_length` steps from each point of a response, all points in one batched pass, along the stored tokens.
+    """Draft `draft_length` steps from each point of a response, along the stored tokens.
 
-    input_ids [E] and states [E, B*H] end with the response, which begins at `start`. Point i, of E - 1 - start, is slot start - 1 + i, i.e. the
-    response's token i is the last one committed. `judge(step, points, logits)`, points int64 [R] and logits [R, D] of what is drafted as token
-    start + 1 + points + step, says which of them go on, bool [R]; those see that stored token next. Attention is training's: step s at slot j sees the
-    step-0 keys of slots <= j, as the cache of a server holds them, and the keys of the steps 1 .. s of slot j.
+    Point i, of E - 1 - start, is slot start - 1 + i: the response's token i is the last one
+    committed. All points are drafted in one batch (`Drafter.first_step`).
+
+    `judge(step, points, logits)` gets points int64 [R] and logits [R, D] of what is drafted as token
+    start + 1 + points + step. It returns which of them go on, bool [R]. Those see that stored token
+    next.
     """
-    layer, attention = drafter.layers[0], drafter.layers[0].self_attn
     states = states.to(drafter.fc.weight.device, drafter.fc.weight.dtype)
     ids = input_ids.to(states.device)
     n = len(ids) - 2  # slot j predicts token j+2
-    slots = torch.arange(start - 1, n, device=states.device)  # [R] those that draft
-    hidden = drafter.fuse(states[:n])  # [n, H]
-    x = layer.inputs(layer.input_layernorm(drafter.embed_tokens(ids[1 : n + 1])), hidden)  # [n, 2H]
-    keys, values = attention.keys_values(
-        x, torch.arange(n, device=x.device)
-    )  # [n, kv heads, head_dim]
-    own: list[
-        tuple[torch.Tensor, torch.Tensor]
-    ] = []  # keys and values of steps 1 .. s, [R, kv heads, head_dim] each
-    out, x = hidden[slots], x[slots]
+    slots = torch.arange(start - 1, n, device=states.device)  # [R]
+    out, steps = drafter.first_step(ids[1 : n + 1], drafter.fuse(states[:n]), slots)
     for step in range(draft_length):
         if step > 0:
-            out = drafter.feed_back(out)
-            x = layer.inputs(
-                layer.input_layernorm(drafter.embed_tokens(ids[slots + 1 + step])), out
-            )  # [R, 2H]
-            own.append(attention.keys_values(x, slots + step))
-        queries = attention.queries(x, slots + step).unflatten(
-            1, (keys.shape[1], -1)
-        )  # [R, kv heads, group, head_dim]
-        unseen = torch.arange(n, device=x.device) > slots[:, None]  # [R, n]
-        scores = torch.einsum("rkgd,nkd->rkgn", queries, keys).masked_fill(
-            unseen[:, None, None], -torch.inf
-        )
-        scores = torch.cat(
-            [scores, *((queries * k[:, :, None]).sum(-1, keepdim=True) for k, _ in own)], dim=-1
-        )  # [R, kv heads, group, n + step]
-        weights = (scores * queries.shape[-1] ** -0.5).softmax(-1)
-        attended = torch.einsum("rkgn,nkd->rkgd", weights[..., :n], values)
-        for i, (_, v) in enumerate(own):
-            attended = attended + weights[..., n + i, None] * v[:, :, None]
-        out = layer.finish(attended.flatten(1, 2), out)  # [R, H]
-        on = judge(step, slots - (start - 1), drafter.logits(out))
-        slots, out = slots[on], out[on]
-        own = [(k[on], v[on]) for k, v in own]
-        if not len(slots):
+            tokens = ids[steps.slots + 1 + step]
+            out = drafter.next_step(tokens, drafter.feed_back(out), steps)
+        goes_on = judge(step, steps.slots - (start - 1), drafter.logits(out))
+        out = out[goes_on]
+        steps.keep(goes_on)
+        if not len(steps.slots):
             break
 
 
