@@ -562,8 +562,8 @@ def test_what_is_reached(tmp_path, monkeypatch):
     ), "settings count as parameters"
     assert changed(
         "config",
-        'return self.out_dir / "export"',
-        'return self.out_dir / "exported"',
+        'folder = self.out_dir / "export"',
+        'folder = self.out_dir / "exported"',
         cells=["from eyas.config import Config"] + ["Config.create()"],
     ) == {"eyas.config.Config"}
 

@@ -1,6 +1,6 @@
 """The boundaries of a run: those that feed the drafter, and those that its store holds.
 
-- `boundaries_of` makes a `Boundaries` from a run's settings. A profile that names none gets
+- `boundaries_of` and `drafter_boundaries` make a `Boundaries` from a run's settings. A profile that names none gets
   the target's own: 2, N//2, N-3.
 - `tensor_name` is the name of a boundary's states in a shard and in a file of the capture plugin.
 
@@ -52,12 +52,17 @@ class Boundaries:
         return f"boundaries {shown} feed the drafter; the target has {self.n_blocks} blocks"
 
 
-def boundaries_of(config, n_blocks: int) -> Boundaries:
-    """Return the boundaries of a run, as its settings and the blocks of its target say.
+def drafter_boundaries(config, n_blocks: int) -> Boundaries:
+    """Return the boundaries that feed a run's drafter, and N, without the extra ones of its store.
 
     This is the only place where empty `boundaries` become the target's own.
     """
-    feeding = config.boundaries or default_boundaries(n_blocks)
+    return Boundaries(config.boundaries or default_boundaries(n_blocks), n_blocks)
+
+
+def boundaries_of(config, n_blocks: int) -> Boundaries:
+    """Return the boundaries of a run, as its settings and the blocks of its target say."""
+    feeding = drafter_boundaries(config, n_blocks).feeding
     return Boundaries(feeding, n_blocks, config.extra_boundary_ids(n_blocks))
 
 

@@ -9,7 +9,7 @@ import torch
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.files import sha256_json
-from eyas.models.boundaries import boundaries_of
+from eyas.models.boundaries import drafter_boundaries
 from eyas.models.target import Target
 from eyas.progress import Progress, bytes_text
 from eyas.prompts.chat_template import template_hash, tokenizer_hash
@@ -94,7 +94,7 @@ def import_store(
             "1 or more, or 0 for none",
             "python -m eyas store import --help",
         )
-    boundaries = boundaries_of(config, target.n_blocks)
+    boundaries = drafter_boundaries(config, target.n_blocks)
     if boundaries.feeding[-1] >= boundaries.last:
         raise EyasError(
             f"boundaries {list(boundaries.feeding)}",
@@ -257,7 +257,7 @@ def _manifest(
             "capture_plugin": None,
             "files": sha256_json(files),
         },
-        "boundaries": list(boundaries_of(config, target.n_blocks).with_last),
+        "boundaries": list(drafter_boundaries(config, target.n_blocks).with_last),
         "dtype": dtype,
         "hidden_size": target.hidden_size,
         "last_state": last_state,
