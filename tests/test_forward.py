@@ -19,8 +19,8 @@ from eyas.training.head_loss import Teacher
 from eyas.training.losses import LOSSES
 from eyas.training.reference import reference_losses
 from eyas.training.ttt import SLOW_PARTS, batch_loss, has_fast_pass, step_weights
-from test_drafter import BOUNDARIES, SHAPE, H, V, make_sample
-from test_train import MASKS, make_head, reference_loss
+from helpers.drafters import BOUNDARIES, SHAPE, H, V, make_sample
+from helpers.slow_reference import MASKS, make_head, reference_loss
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -67,7 +67,7 @@ def losses_and_gradients(
 ):
     """Return (total, loss, hits, slots, gradients by name) of `compute` on these samples."""
     drafter = make_drafter(switches)
-    samples = [(str(i), make_sample(mask, seed=i)) for i, mask in enumerate(masks)]
+    samples = [make_sample(mask, seed=i) for i, mask in enumerate(masks)]
     boundaries = drafter.config.boundaries
     batch = pack(samples, boundaries, drafter.vocab, n_steps, torch.float64, mask_shift, shares)
     teacher = Teacher(make_head(), drafter.vocab, torch.float64, LOSSES[loss].whole_vocab)

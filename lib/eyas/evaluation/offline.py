@@ -44,29 +44,35 @@ from eyas.intervals import difference_interval, interval_text, ratio_interval
 from eyas.models.boundaries import Boundaries
 from eyas.models.drafter import Drafter
 from eyas.models.target import Head, Target
+from eyas.store.sample import Sample
 
 
 def walk(
-    drafter: Drafter, store, ids: list[str], draft_length: int, max_tok: int | None = None
+    drafter: Drafter,
+    store,
+    ids: list[str],
+    draft_length: int,
+    max_tok: int | None = None,
 ) -> pd.DataFrame:
-    """Walk the last response of each stored sample: its counts, one row a sample (see the module's head).
+    """Walk the last response of each stored sample and return its counts, one row a sample.
 
-    `all_slots` and `all_hits` are the counts of the estimate that overstates; `max_tok`: only that many tokens of each response, as decoding may be cut.
-    EyasError where a sample has no response, or the store lacks the drafter's boundaries."""
+    `all_slots` and `all_hits` are the counts of the estimate that overstates (see the module's
+    head). With `max_tok`, only that many tokens of each response count, as decoding may be cut.
+    Raise EyasError where a sample has no response, or the store lacks the drafter's boundaries.
+    """
     rows = []
     for id in ids:
-        input_ids, states, start = _response(
-            store.read(id, drafter.config.boundaries), drafter.config.boundaries, max_tok
-        )
-        hits = leading_hits(
-            drafter, input_ids, states, start, draft_length
-        )  # of slots start-1 .. end-3
+        sample = store.read(id, drafter.config.boundaries)
+        start, end = _response_span(sample, max_tok)
+        input_ids = sample.input_ids[:end]
+        states = sample.at(drafter.config.boundaries)[:end]
+        hits = leading_hits(drafter, input_ids, states, start, draft_length)
         proposed, accepted = jump(hits, draft_length)
         outside = drafter.vocab.to_draft(input_ids[start + 1 :]) < 0
         row = {
             "id": id,
             "category": store.category(id),
-            "response_tok": len(input_ids) - start,
+            "response_tok": end - start,
             "verify_steps": len(proposed),
             "drafted": int(proposed.sum()),
             "accepted": int(accepted.sum()),
@@ -88,17 +94,22 @@ def sampled_walk(
     temperature: float,
     max_tok: int | None = None,
 ) -> pd.DataFrame:
-    """The walk where target and drafter both draw their tokens at `temperature`: expected counts, one row a sample (see the module's head)."""
-    head, n_blocks, rows = store.head(), store.boundaries[-1], []
+    """Walk where target and drafter both draw their tokens at `temperature`.
+
+    Return the expected counts, one row a sample (see the module's head).
+    """
+    head, n_blocks = store.head(), store.boundaries[-1]
+    boundaries = Boundaries(drafter.config.boundaries, n_blocks)
+    rows = []
     for id in ids:
-        sample = store.read(id, Boundaries(drafter.config.boundaries, n_blocks).with_last)
-        input_ids, states, start = _response(sample, drafter.config.boundaries, max_tok)
+        sample = store.read(id, boundaries.with_last)
+        start, end = _response_span(sample, max_tok)
         chances = overlaps(
             drafter,
             head,
-            input_ids,
-            states,
-            sample["states"][n_blocks][: len(input_ids)],
+            sample.input_ids[:end],
+            sample.at(boundaries.feeding)[:end],
+            sample.states[n_blocks][:end],
             start,
             draft_length,
             temperature,
@@ -107,18 +118,11 @@ def sampled_walk(
     return pd.DataFrame(rows)
 
 
-def _response(
-    sample: dict, boundaries: tuple[int, ...], max_tok: int | None
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Token ids [E] and states [E, B*H] up to the end of a stored sample's last response (or of its first `max_tok` tokens), and where it starts."""
-    start = response_start(sample["loss_mask"].numpy())
-    end = int(sample["loss_mask"].nonzero()[-1]) + 1
-    end = end if max_tok is None else min(end, start + max_tok)
-    return (
-        sample["input_ids"][:end],
-        torch.cat([sample["states"][b] for b in boundaries], dim=-1)[:end],
-        start,
-    )
+def _response_span(sample: Sample, max_tok: int | None) -> tuple[int, int]:
+    """Return where a sample's last response starts and ends, or ends after `max_tok` tokens."""
+    start = response_start(sample.loss_mask.numpy())
+    end = int(sample.loss_mask.nonzero()[-1]) + 1
+    return start, end if max_tok is None else min(end, start + max_tok)
 
 
 @torch.inference_mode()
@@ -355,10 +359,9 @@ def against_decoding(
     table = table[table["id"].isin(stored)]
     same = []
     for id, trace in zip(table["id"], table["trace"]):
-        ids, _, start = _response(
-            store.read(id, drafter.config.boundaries), drafter.config.boundaries, len(trace.tokens)
-        )
-        same.append(ids[start:].tolist() == trace.tokens)
+        sample = store.read(id, ())
+        start, end = _response_span(sample, len(trace.tokens))
+        same.append(sample.input_ids[start:end].tolist() == trace.tokens)
     same = np.array(same, dtype=bool)
     steps, n_tok, temperature = (
         config.speculative_num_steps,

@@ -8,6 +8,7 @@ its topic is a held-out one, its id is a held-out one, or its prompt (the ids be
 made by extract the split is by topic already. Acceptance is measured on the held-out samples of the run's own store alone.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from eyas.errors import EyasError
 from eyas.files import sha256_json
 from eyas.models.target import Head
 from eyas.store.reader import COLUMNS, Store, is_begun
+from eyas.store.sample import Sample
 
 ASK = "python -m eyas data, for the runs that there are; then -p mix NAME:WEIGHT,NAME:WEIGHT"
 
@@ -152,12 +154,14 @@ class Mixture:
     def category(self, key: str) -> str:
         return self._categories[key]
 
-    def read(self, key: str, boundaries: tuple[int, ...] | None = None) -> dict:
-        """As `Store.read`; None: the boundaries that all stores have."""
+    def read(self, key: str, boundaries: tuple[int, ...] | None = None) -> Sample:
+        """Return a sample as `Store.read`, with its key as id.
+
+        boundaries: None for those that all stores have.
+        """
         prefix, _, id = key.rpartition("/")
-        return self._by_prefix[prefix].read(
-            id, self.boundaries if boundaries is None else boundaries
-        )
+        wanted = self.boundaries if boundaries is None else boundaries
+        return dataclasses.replace(self._by_prefix[prefix].read(id, wanted), id=key)
 
     def texts(self, keys: list[str]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """As `Store.texts`, store by store."""

@@ -323,7 +323,7 @@ class Training:
         last, parts = self.boundaries.feeding[-1], []
         for key in sorted(keys)[:8]:
             sample = self.data.read(key, (last,))
-            parts.append(sample["states"][last][sample["loss_mask"]].float())
+            parts.append(sample.states[last][sample.loss_mask].float())
         return float(torch.cat(parts).square().mean().sqrt())
 
     def begin(self) -> None:
@@ -358,7 +358,7 @@ class Training:
     # ---- what a step works on
 
     def read(self, keys: list[str], shares: list[slice] | None = None) -> Batch:
-        samples = [(key, self.data.read(key, self.boundaries.with_last)) for key in keys]
+        samples = [self.data.read(key, self.boundaries.with_last) for key in keys]
         return pack(
             samples,
             self.boundaries.feeding,
