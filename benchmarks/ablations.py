@@ -27,7 +27,8 @@ from eyas.intervals import difference_interval, interval_text, ratio_interval
 from eyas.models.drafter import load_drafter
 from eyas.models.target import target_of
 from eyas.store.reader import Store
-from eyas.training.trainer import SETTINGS, Ablation, train
+from eyas.training.preparation import SETTINGS, Ablation
+from eyas.training.trainer import train
 
 sys.path.insert(0, str(Path(__file__).parent))
 from contestants import add_arguments, choose, length, load, part
@@ -216,7 +217,9 @@ def result(out: Path, values: dict, settings: dict, seed: int, ids: list[str]) -
         os.environ["EYAS_DATA"] = folder
         try:
             torch.set_num_threads(config.threads)
-            drafter = load_drafter(train(config, part(store, ids), target, ablation=ablation), target)
+            drafter = load_drafter(
+                train(config, part(store, ids), target, ablation=ablation), target
+            )
         finally:
             os.environ.pop("EYAS_DATA") if before is None else os.environ.update(EYAS_DATA=before)
     train_s = time.perf_counter() - started_s

@@ -30,7 +30,7 @@ from eyas.store.reader import Store
 from eyas.training.batch import pack
 from eyas.training.head_loss import Teacher
 from eyas.training.losses import LOSSES
-from eyas.training.schedule import deal, plan, schedule
+from eyas.training.schedule import plan, schedule, split_work
 from eyas.training.trainer import Training, train
 from eyas.training.ttt import Losses, batch_loss, step_weights
 from helpers.drafters import BOUNDARIES, make_drafter, make_sample
@@ -145,7 +145,7 @@ def test_parts_have_equal_shares_of_the_work():
     for slot_rows in (1, 12):
         work = {id: slot_rows + rows / active for id, active, rows in sizes if active}
         for n in (1, 2, 3, 7):
-            parts = deal(sizes, n, slot_rows)
+            parts = split_work(sizes, n, slot_rows)
             slots = [
                 (id, slot)
                 for part in parts
@@ -161,7 +161,7 @@ def test_parts_have_equal_shares_of_the_work():
                 sum(work[id] * (share.stop - share.start) for id, share in part) for part in parts
             ]
             assert all(abs(found - sum(of_parts) / n) <= max(work.values()) for found in of_parts)
-    assert deal([("a", 1, 9)], 2, 12)[0] == [] or deal([("a", 1, 9)], 2, 12)[1] == []
+    assert split_work([("a", 1, 9)], 2, 12)[0] == [] or split_work([("a", 1, 9)], 2, 12)[1] == []
 
 
 @pytest.mark.parametrize("n_steps", [1, 3])
@@ -510,12 +510,12 @@ def test_a_seed_repeats_bit_for_bit(data, store, target, dtype):
 KILLED = """
 import os, signal, sys
 import torch
-import eyas.training.trainer
+import eyas.training.metrics
 from eyas.config import Config
 from eyas.store.reader import Store
 from eyas.models.target import load_target
 from eyas.training.trainer import Training, train
-eyas.training.trainer.METRICS_S = 0.0  # the metrics are ahead of the last checkpoint
+eyas.training.metrics.METRICS_S = 0.0  # the metrics are ahead of the last checkpoint
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
