@@ -176,7 +176,7 @@ class TargetSettings:
     )
     boundaries: Boundaries = Field(
         (),
-        description="Boundaries that feed the drafter. Empty: 2, N//2, N-3. "
+        description="Boundaries that feed the drafter. Empty: the target's own: 2, N//2, N-3. "
         "Boundary N is always stored too.",
     )
     extra_boundaries: str = Field(
@@ -236,7 +236,8 @@ class PromptsSettings:
         "Several: folder/name*.jsonl.",
     )
     generate_responses: Bool = Field(
-        False, description="Generate the responses with the server instead of using the shipped ones."
+        False,
+        description="Generate the responses with the server instead of using the shipped ones.",
     )
     max_new_tok: Int = Field(128, ge=1, description="Longest generated response, tokens.")
     train_samples: Int = Field(
@@ -398,7 +399,7 @@ class EvaluationSettings:
     check_bf16_prompts: Int = Field(
         8,
         ge=0,
-        description="Prompts decoded again in bfloat16, to count differences and explain them."
+        description="Prompts decoded again in bfloat16, to count differences and explain them.",
     )
     serve_prompts: Int = Field(
         8,
@@ -766,7 +767,8 @@ class Config(
         names = list(names)
         width = max(map(len, names), default=0)
         return "\n".join(
-            f"{name:{width}} = {getattr(self, name)!r:<28} # {SETTINGS[name].meaning}" for name in names
+            f"{name:{width}} = {getattr(self, name)!r:<28} # {SETTINGS[name].meaning}"
+            for name in names
         )
 
     def __str__(self) -> str:

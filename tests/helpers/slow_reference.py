@@ -32,7 +32,10 @@ def heads(x, weight, position=None):
 
 
 def row_loss(name, log_q, p_draft, p_whole):
-    """One row, from the definitions: `p_draft` sums to 1 over the draft vocabulary, `p_whole` over the target's whole one."""
+    """Return the loss of one row, from the definitions.
+
+    `p_draft` sums to 1 over the draft vocabulary, `p_whole` over the target's whole one.
+    """
     q = log_q.exp()
     alpha = torch.minimum(p_whole, q).sum()
     kl = sum(p * (p.log() - log) for p, log in zip(p_draft, log_q))
@@ -48,7 +51,7 @@ def row_loss(name, log_q, p_draft, p_whole):
 def reference_loss(
     drafter, samples, head, n_steps, decay, loss_name="kl", mask_shift=1, grid=False
 ):
-    """(total, loss sums, hits, slots by draft step) of the samples, packed or not being no notion here."""
+    """Return (total, loss sums, hits, slots by draft step) of the samples. Nothing is packed."""
     weights, shape, vocab_ids = (
         dict(drafter.named_parameters()),
         drafter.config,

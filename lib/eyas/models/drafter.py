@@ -4,7 +4,7 @@ The semantics are those of SGLang's `LlamaForCausalLMEagle3` (models/llama_eagle
 Slot j stands for position j of a text. It takes the target's hidden state j and token j+1, and
 predicts token j+2:
 
-    hidden [n, H] = fc([boundaries, ascending])      in a drafted slot: the output of the step before
+    hidden [n, H] = fc([boundaries, ascending])      when drafting: the output of the step before
     x [n, 2H]     = [input_layernorm(embedding of token j+1), hidden_norm(hidden)]
     out [n, H]    = one Llama layer: hidden + attention(x), then + MLP; RoPE position j
     logits [n, D] = lm_head(norm(out))               over the draft vocabulary
@@ -255,7 +255,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One Llama layer. Attention reads [normed embedding, normed hidden]; hidden is the residual."""
+    """One Llama layer. Attention reads [normed embedding, normed hidden] and adds to hidden."""
 
     def __init__(self, config: DrafterConfig):
         super().__init__()

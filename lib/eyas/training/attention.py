@@ -1,6 +1,6 @@
 """The fast training pass's attention over the keys of step 0, through the fused kernel.
 
-It returns the log-sum-exp of its scores, with which `eyas.training.steps` joins each slot's own keys
+It returns the log-sum-exp of its scores. `eyas.training.steps` needs it to join each slot's own keys
 of the later steps.
 """
 

@@ -4,8 +4,8 @@ DDP has a copy of the weights in each process. FSDP2 shards weights, gradients a
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m eyas train --profile demo
 
-torchrun sets the environment that says which process this is. Without it there is one rank, and every
-function here is the identity. Gradients are summed.
+torchrun sets the environment that says which process this is. Without it there is one rank, and
+every function here is the identity. Gradients are summed.
 """
 
 import contextlib

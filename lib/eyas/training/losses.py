@@ -10,8 +10,9 @@ Each is a pure function of logits and probabilities, and makes its gradient by f
   all of the target's vocabulary; then a row sums to at most 1. p is only read.
 
 The acceptance alpha = sum of min(p, q) is the probability that a draft token sampled from q is
-accepted (Leviathan et al. 2023, arXiv 2211.17192, corollary 3.6). The drafter can say D tokens only,
-so q is 0 elsewhere, and the sum over them is the whole sum, for p over the whole vocabulary.
+accepted (Leviathan et al. 2023, arXiv 2211.17192, corollary 3.6). The drafter can say only D
+tokens, so q is 0 elsewhere, and the sum over them is the whole sum, for p over the whole
+vocabulary.
 
 A CPU is slow with denormal numbers, by a factor of a hundred in exp. So no q is below LEAST, and
 what is below TINY is 0 in a gradient, since Adam would square it.
@@ -82,7 +83,7 @@ def _tv(z, p):
 def _lk_alpha(z, p):
     """-log alpha (Samarin et al. 2026, LK losses, arXiv 2602.23881).
 
-    Its gradient is that of tv divided by alpha, so that it does not vanish where nothing is accepted
+    Its gradient is that of tv divided by alpha, so it does not vanish where nothing is accepted
     yet. For a one-hot p it is cross-entropy. An alpha below LEAST counts as LEAST; no entry of the
     gradient is above 1, however small alpha is.
     """
@@ -96,7 +97,7 @@ def _lk_alpha(z, p):
 def _lk_lambda(z, p):
     """lam KL(p_D || q) + (1 - lam) (1 - alpha), the hybrid of the LK losses (arXiv 2602.23881).
 
-    p_D is p normalised over the D tokens. lam = exp(-ETA alpha) is a constant to the gradient. It is
+    p_D is p normalised over the D tokens. lam = exp(-ETA alpha) is constant to the gradient. It is
     computed for each row, as in speculators (`lk_hybrid_loss`). SpecForge (`compute_lk_loss`) takes
     the mean alpha of a batch, which a row cannot know, and cross-entropy instead of KL, which has
     the same gradient. A row without p has the loss 1 and the gradient 0.

@@ -8,7 +8,7 @@ from eyas.models.drafter import BEST, read_record
 
 
 def summary(config: Config) -> str:
-    """Return the last losses and accuracies of a run, a line a split and draft step, and its speed."""
+    """Return the last losses and accuracies of a run, by split and draft step, and its speed."""
     metrics = read_parquet(config.drafter_dir / "metrics.parquet")
     steps = metrics[metrics["split"] == "train"].drop_duplicates("step")
     tok, seconds = steps["tok"].sum(), steps["seconds"].sum()
@@ -48,10 +48,8 @@ def weights_text(config: Config) -> str:
     best_step, best_length = best["steps"], best["heldout_acceptance_length"]
     steps = {"best": best_step, "last": last_step}
     names = [name for name, step in steps.items() if step == used["steps"]]
-    if names:
-        which = f"the {' and the '.join(names)}"
-    else:
-        which = f"that of step {used['steps']}"
+    step = f"that of step {used['steps']}"
+    which = f"the {' and the '.join(names)}" if names else step
     hint = "" if "best" in names else "; the best: -p drafter_weights best"
     return (
         f"held-out acceptance length: best at step {best_step} ({best_length:.3f}), "

@@ -4,15 +4,15 @@
     # two ranks
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m eyas train --profile demo
 
-- `eyas.training.preparation` checks the inputs and plans the steps; `eyas.training.ttt` computes the
-  loss and its gradient; `eyas.training.checkpoints` saves and resumes; `eyas.training.metrics`
+- `eyas.training.preparation` checks the inputs and plans the steps; `eyas.training.ttt` computes
+  the loss and its gradient; `eyas.training.checkpoints` saves and resumes; `eyas.training.metrics`
   writes the numbers. Here they are put together.
 - An optimizer step takes a pack of whole samples, at most `batch_tok` tokens, in an order that is a
   function of seed and epoch. The samples of the next step are read and packed in the background.
 - Its slots may be cut into passes (`pass_tok`), and divided over ranks and, on a CPU, over
-  processes, one for each of `threads` (`eyas.training.workers`). Every part is weighted by the slots
-  of the whole step. So the step is the same, up to rounding, whatever the passes, ranks and threads.
-  The operators of a drafter are too small for two threads to share one.
+  processes, one for each of `threads` (`eyas.training.workers`). Every part is weighted by the
+  slots of the whole step. So passes, ranks and threads change a step only by rounding. (The
+  operators of a drafter are too small for two threads to share one.)
 
 Files in the run's drafter folder, each whole or absent:
 
@@ -363,7 +363,7 @@ class Training:
         return self.config.learning_rate * schedule(self.step, n_steps, warmup_steps)
 
     def _update(self, norm: float) -> None:
-        """In each process: clip the gradients of its weights by the norm of all, and update them."""
+        """In each process: clip its weights' gradients by the norm of all, and update them."""
         (group,) = self.optimizers[self.number].param_groups
         for p in group["params"] if norm > CLIP_NORM else ():
             p.grad *= CLIP_NORM / (norm + 1e-6)
@@ -568,8 +568,8 @@ class Training:
     def resume(self) -> None:
         """Continue from the last checkpoint, if there is one.
 
-        With the same threads, pass_tok and ranks the result is that of an uninterrupted run, bit for
-        bit; with others up to rounding, which a note says. What a killed process has not written to
+        With the same threads, pass_tok and ranks the result is bit for bit that of an uninterrupted
+        run; with others up to rounding, which a note says. What a killed process has not written to
         its end is removed. Raise EyasError for a checkpoint that is torn or of another training, or
         a drafter that this training would replace.
         """

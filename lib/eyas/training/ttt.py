@@ -1,9 +1,10 @@
 """Training-time test on packed samples: the loss of K draft steps, and its gradient.
 
 `eyas.models.drafter` defines the drafter. Slot j takes hidden state j and token j+1, and predicts
-token j+2. Step s (0 .. K-1) at slot j is what serving does s drafts later (EAGLE-3, arXiv 2503.01840,
-section 3): it takes token j+1+s, and the output of step s-1 as hidden state, at RoPE position j+s.
-It attends to the keys of step 0 of the slots up to j, and to the keys of steps 1 .. s of its own slot.
+token j+2. Step s (0 .. K-1) at slot j is what serving does s drafts later (EAGLE-3, arXiv
+2503.01840, section 3): it takes token j+1+s, and the output of step s-1 as hidden state, at RoPE
+position j+s. It attends to the keys of step 0 of the slots up to j, and to the keys of steps 1 .. s
+of its own slot.
 
 - Step s of slot j is *active* if loss_mask[j+1 .. j+1+s] are all true. So the first draft token of
   every turn is trained, and no prompt is. With `mask_shift` 0 the mask is read one token too early,
@@ -22,8 +23,8 @@ What makes the pass fast, all of it exact:
 - The embedding's half of q, k and v is computed once for all steps and each distinct token.
 - Attention never leaves its sample, and its scores are never stored: the keys of step 0 go through
   the fused kernel, whose log-sum-exp joins them with the slot's own keys (`PackedAttention`).
-- All steps share one head product and one teacher. The teacher of step s at a slot is the teacher of
-  step 0 at the slot s further on.
+- All steps share one head product and one teacher. The teacher of step s at a slot is the teacher
+  of step 0 at the slot s further on.
 - The loss writes its gradient over the logits, a few rows at a time, in the CPU's cache
   (`head_loss`).
 - A CPU compiles a bfloat16 kernel for every new shape. So rows are filled up to round numbers.

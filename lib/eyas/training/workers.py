@@ -1,8 +1,8 @@
 """Processes that share a step of training on one CPU.
 
-They are copies of this process. Each does the same work on its part, in memory that all see. Threads
-would wait for each other: an operator of a drafter takes a fraction of a millisecond, and after each
-one a thread has to get Python's lock back.
+They are copies of this process. Each does the same work on its part, in memory that all see.
+Threads would wait for each other: an operator of a drafter takes a fraction of a millisecond, and
+after each one a thread has to get Python's lock back.
 """
 
 import contextlib
