@@ -1,23 +1,31 @@
-"""The offline estimate: what the drafter would accept on responses that are already in the store, without a target.
+"""The offline estimate: what the drafter would accept on responses in the store, without a target.
 
     python -m eyas walk --profile smoke       # seconds, after `train`
 
-Each held-out sample's last response is walked as serving would: the prefill gives its first token, then the drafter drafts `draft_length`
-tokens from the last committed slot, the drafts that equal the stored tokens are hits up to the first miss, and the walk jumps by
-hits + 1 (the bonus token). A stored token outside the draft vocabulary can never be hit. One step of the walk stands for one verify step.
+Each held-out sample's last response is walked as serving would do it:
+- The prefill gives its first token. Then the drafter drafts `draft_length` tokens from the last
+  committed slot.
+- The draft tokens that equal the stored tokens are hits, up to the first miss. The walk jumps by
+  hits + 1 (the bonus token). A stored token outside the draft vocabulary can never be hit.
+- One step of the walk stands for one verify step.
 
-What is counted, precisely. The response's tokens are P .. E-1 (the last run of the loss mask, end-of-turn token included). With token p
-the last one committed (P at first), slot p-1 drafts tokens p+1, p+2, ...; those behind E-1 are not counted as proposed. The walk ends
-when token E-1 is committed. The counts have the names and meanings of `acceptance`: proposed, reached and accepted by position.
-Every draft is free-running, so the drafter sees its own tokens and outputs and never the stored ones.
+What is counted. The response's tokens are P .. E-1: the last run of the loss mask, end-of-turn
+token included. With token p the last one committed (P at first), slot p-1 drafts tokens p+1, p+2, ...
+Those after E-1 are not counted as proposed. The walk ends when token E-1 is committed. The counts
+have the names and meanings of `eyas.evaluation.acceptance`: proposed, reached and accepted by
+position. Every draft is free-running: the drafter sees its own tokens and outputs, and never the
+stored ones.
 
-Averaging the hits over *all* slots instead (`all_slots`) is quicker to write and overstates: it stands on the easy slots inside an
-accepted run as often as on the hard ones where a run begins. It is reported beside the walk to show by how much.
+The mean of the hits over *all* slots (`all_slots`) is quicker to write and overstates: it stands on
+the easy slots inside an accepted run as often as on the hard ones where a run starts. It is
+reported beside the walk to show by how much.
 
-For sampled decoding the same walk is made in expectation (`sampled_walk`). Where the target draws from p and the drafter from q, speculative sampling
-(Leviathan et al. 2023, theorem 3.5) accepts a draft with probability sum over tokens of min(p, q). p is recomputed from the stored last state through the head, q is
-the drafter's with the stored tokens fed to it. What it assumes: the stored text, which the target chose greedily, stands for texts that it draws, and
-after an accepted draft the next state is the stored one, whatever was drawn.
+For sampled decoding the same walk is made in expectation (`sampled_walk`). Where the target draws
+from p and the drafter from q, speculative sampling (Leviathan et al. 2023, theorem 3.5) accepts a
+draft token with probability sum over tokens of min(p, q). p is recomputed from the stored last
+state through the head. q is the drafter's, with the stored tokens fed to it. It assumes that the stored
+text, which the target chose greedily, stands for texts that it draws, and that after an accepted
+draft token the next state is the stored one, whatever was drawn.
 """
 
 from collections.abc import Callable
@@ -139,9 +147,9 @@ def unroll(
     Point i, of E - 1 - start, is slot start - 1 + i: the response's token i is the last one
     committed. All points are drafted in one batch (`Drafter.first_step`).
 
-    `judge(step, points, logits)` gets points int64 [R] and logits [R, D] of what is drafted as token
-    start + 1 + points + step. It returns which of them go on, bool [R]. Those see that stored token
-    next.
+    `judge(step, points, logits)` gets points int64 [R] and logits [R, D] of what is drafted as
+    token start + 1 + points + step. It returns which of them go on, bool [R]. Those see that stored
+    token next.
     """
     states = states.to(drafter.fc.weight.device, drafter.fc.weight.dtype)
     ids = input_ids.to(states.device)
@@ -162,8 +170,9 @@ def unroll(
 def leading_hits(
     drafter: Drafter, input_ids: torch.Tensor, states: torch.Tensor, start: int, draft_length: int
 ) -> np.ndarray:
-    """How many drafts equal the stored tokens before the first that does not, for each point of the response as in `unroll`, [E - 1 - start].
+    """Return how many draft tokens equal the stored ones before the first that does not.
 
+    The result is [E - 1 - start], for each point of the response as in `unroll`.
     A point goes on while its drafts are the stored tokens, so what it sees next is its own draft.
     """
     vocab_ids, following = (
@@ -194,10 +203,12 @@ def overlaps(
     draft_length: int,
     temperature: float = 1.0,
 ) -> np.ndarray:
-    """sum over tokens of min(p, q): the chance that a draft drawn from q is accepted, for each point and step of `unroll`, [E - 1 - start, draft_length].
+    """Return the chance that a draft token drawn from q is accepted: sum over tokens of min(p, q).
 
-    p is the target's distribution at `temperature`, from the stored last states [E, H] through the head; q is the drafter's, zero outside its
-    vocabulary. NaN where the response has no such token.
+    The result is [E - 1 - start, draft_length], for each point and step of `unroll`.
+    p is the target's distribution at `temperature`, from the stored last states [E, H] through the
+    head. q is the drafter's, and zero outside its vocabulary. The chance is NaN where the response
+    has no such token.
     """
     device = drafter.fc.weight.device
     n_points, head = len(input_ids) - 1 - start, head.to(device)
@@ -220,11 +231,13 @@ def overlaps(
 
 
 def expected_walk(chances: np.ndarray) -> dict[str, float]:
-    """The walk where each draft is accepted by chance: expected counts of one response.
+    """Return the expected counts of a walk where each draft token is accepted by chance.
 
-    `chances` [points, K] is what `overlaps` gives: the chance of draft i+1 at that point, given that those before it were accepted. v[t], the chance that a
-    verify step begins at point t, is carried along: h drafts accepted from t begin the next step at t + h + 1. Gives `verify_steps`, `accepted`,
-    reached_i and accepted_i for i = 1 .. K; and over all points alike, which overstates, `all_slots` and `all_hits`.
+    `chances` [points, K] is what `overlaps` returns: the chance of draft token i+1 at that point,
+    given that those before it were accepted. v[t] is the chance that a verify step starts at point
+    t: h draft tokens accepted from t start the next step at t + h + 1. The counts are
+    `verify_steps`, `accepted`, reached_i and accepted_i for i = 1 .. K; and over all points alike,
+    which overstates, `all_slots` and `all_hits`.
     """
     n, k = chances.shape
     begins = np.zeros(n + k + 1)  # v
@@ -254,10 +267,10 @@ def expected_walk(chances: np.ndarray) -> dict[str, float]:
 
 
 def jump(hits: np.ndarray, draft_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Walk a response: drafts that count and drafts accepted, of each verify step.
+    """Walk a response and return, of each verify step, draft tokens that count and those accepted.
 
-    `hits[i]` is for drafts made when the response's token i is the last one committed, [response tokens - 1]; the last token is never
-    drafted from, since nothing follows.
+    `hits[i]`, [response tokens - 1], is for drafts made when the response's token i is the last one
+    committed. Nothing is drafted from the last token, since nothing follows.
     """
     proposed, accepted, at = [], [], 0
     while at < len(hits):
@@ -268,7 +281,10 @@ def jump(hits: np.ndarray, draft_length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def run_walk(config: Config, drafter: Drafter, store) -> dict:
-    """Walk all held-out samples of the store and write walk.json: counts, then ratios with intervals by bootstrap over samples."""
+    """Walk all held-out samples of the store and write walk.json.
+
+    It has counts, then ratios with intervals by bootstrap over samples.
+    """
     torch.set_num_threads(config.threads)
     drafter = drafter.to(config.device).eval()
     ids = store.samples("heldout")
@@ -345,14 +361,23 @@ def against_decoding(
     prompts: list[Prompt],
     acceptance: Acceptance,
 ) -> dict:
-    """Offline minus real, paired by prompt, for as many tokens as were decoded. `prompts` are those that `acceptance` was measured with.
+    """Compare the offline estimate with real decoding, paired by prompt, and write offline.json.
 
-    "greedy" and "sampled" are over the decoded prompts whose responses the store holds, walked on those responses; "sampled_texts" is the sampled estimate
-    once more, over the very texts that were drawn, whose states the target gives in one pass. Each has the acceptance lengths "offline", "all_slots" and "decoded" (bonus
-    token included), the "difference" offline minus decoded and "all_slots_difference"; "greedy" also that of the prompts whose stored and decoded texts
-    are the same ("same_text_difference"; "same_text" counts them). A part is None where nothing can be compared: no such prompt; greedily, anything but chains.
+    `prompts` are those that `acceptance` was measured with. As many tokens count as were decoded.
 
-    What may part them: the stored text is the server's, in its dtype, and a tie sends the two texts different ways; sampled texts are others altogether.
+    - "greedy" and "sampled": the decoded prompts whose responses the store holds, walked on those
+      responses.
+    - "sampled_texts": the sampled estimate over the very texts that were drawn, whose states the
+      target computes in one pass.
+
+    Each has the acceptance lengths "offline", "all_slots" and "decoded" (bonus token included), the
+    "difference" offline minus decoded, and "all_slots_difference". "greedy" also has the difference
+    over prompts whose stored and decoded texts are the same ("same_text_difference"; "same_text"
+    counts them). A part is None where nothing can be compared: no such prompt, or, for greedy, a
+    tree of draft tokens.
+
+    What may differ: the stored text is the server's, in its dtype, and a tie sends the two texts
+    different ways. Sampled texts are other texts altogether.
     """
     stored = set(store.samples("heldout"))
     table = acceptance.prompts.assign(trace=acceptance.traces["float32"][DRAFTER])
@@ -413,7 +438,10 @@ def walk_texts(
     draft_length: int,
     temperature: float,
 ) -> pd.DataFrame:
-    """`sampled_walk` over texts that are in no store: the target runs once over each prompt and text, in float32. A row a text."""
+    """Return `sampled_walk` over texts that are in no store, a row a text.
+
+    The target runs once over each prompt and text, in float32.
+    """
     device = str(drafter.fc.weight.device)
     model, head, rows = load_model(target, torch.float32, device), target.head(), []
     boundaries, n_blocks = drafter.config.boundaries, target.n_blocks
@@ -445,7 +473,10 @@ def walk_texts(
 
 
 def _minus(offline: pd.DataFrame, decoded: pd.DataFrame, seed: int) -> dict:
-    """Acceptance lengths of both, row for row the same prompts, and their differences (see `against_decoding`)."""
+    """Return acceptance lengths and differences as `against_decoding` has them.
+
+    Both tables have the same prompts, row for row.
+    """
 
     def length(accepted: pd.Series, steps: pd.Series) -> tuple[np.ndarray, np.ndarray]:
         return accepted.to_numpy() + steps.to_numpy(), steps.to_numpy()
@@ -494,8 +525,11 @@ def agreement(record: dict) -> str:
         if key == "sampled" and agree.startswith("they differ"):
             agree += ": what is drawn is not the stored, greedy text"
         lines.append(
-            f"{name}: offline {interval_text(found['offline'])}, decoded {interval_text(found['decoded'])}, difference {interval_text(d)} "
-            f"over {found['prompts']} prompts: {agree}; over all slots {interval_text(found['all_slots'])}, off by {interval_text(found['all_slots_difference'])}"
+            f"{name}: offline {interval_text(found['offline'])}, "
+            f"decoded {interval_text(found['decoded'])}, difference {interval_text(d)} "
+            f"over {found['prompts']} prompts: {agree}; "
+            f"over all slots {interval_text(found['all_slots'])}, "
+            f"off by {interval_text(found['all_slots_difference'])}"
         )
     return "\n".join(lines) or "no decoded prompt has a response in the store: nothing to compare"
 
@@ -504,9 +538,13 @@ def summary(record: dict) -> str:
     """walk.json in a few lines."""
     sampled = record["sampled"]
     return (
-        f"acceptance length {interval_text(record['acceptance_length'])} (bonus token included) over {record['counts']['samples']} held-out samples, "
-        f"{record['counts']['verify_steps']} steps; outside the draft vocabulary {interval_text(record['outside_vocab'])}\n"
-        f"mean over all slots, which overstates: {interval_text(record['all_slots_acceptance_length'])}\n"
-        f"sampled at temperature {record['settings']['temperature']:g}: {interval_text(sampled['acceptance_length'])} expected; "
+        f"acceptance length {interval_text(record['acceptance_length'])} (bonus token included) "
+        f"over {record['counts']['samples']} held-out samples, "
+        f"{record['counts']['verify_steps']} steps; "
+        f"outside the draft vocabulary {interval_text(record['outside_vocab'])}\n"
+        "mean over all slots, which overstates: "
+        f"{interval_text(record['all_slots_acceptance_length'])}\n"
+        f"sampled at temperature {record['settings']['temperature']:g}: "
+        f"{interval_text(sampled['acceptance_length'])} expected; "
         f"over all slots {interval_text(sampled['all_slots_acceptance_length'])}"
     )

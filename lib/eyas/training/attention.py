@@ -1,7 +1,7 @@
 """The fast training pass's attention over the keys of step 0, through the fused kernel.
 
-It returns the log-sum-exp of its scores. `eyas.training.steps` needs it to join each slot's own keys
-of the later steps.
+It returns the log-sum-exp of its scores. `eyas.training.steps` needs it to join each slot's own
+keys of the later steps.
 """
 
 from dataclasses import dataclass
