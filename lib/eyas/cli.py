@@ -411,7 +411,8 @@ def _train(args) -> int:
     from eyas.models.target import target_of
     from eyas.store.reader import Store
     from eyas.training import distributed
-    from eyas.training.trainer import summary, train
+    from eyas.training.summary import summary
+    from eyas.training.trainer import train
 
     config = _config(args)
     train(config, Store.open(config.store_dir), target_of(config))
@@ -501,7 +502,7 @@ def _export(args) -> int:
     from eyas.models.drafter import load_drafter
     from eyas.models.export import export_sglang, export_speculators, made_from
     from eyas.models.target import target_of
-    from eyas.training.trainer import weights_text
+    from eyas.training.summary import weights_text
 
     config = _config(args)
     target = target_of(config)

@@ -12,6 +12,7 @@
 - Acceptance is measured on the held-out samples of the run's own store alone.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from eyas.errors import EyasError
 from eyas.files import sha256_json
 from eyas.models.target import Head
 from eyas.store.reader import COLUMNS, Store, is_begun
+from eyas.store.sample import Sample
 
 ASK = "python -m eyas data, for the runs that there are; then -p mix NAME:WEIGHT,NAME:WEIGHT"
 
@@ -155,11 +157,14 @@ class Mixture:
         """Return the category of a sample."""
         return self._categories[key]
 
-    def read(self, key: str, boundaries: tuple[int, ...] | None = None) -> dict:
-        """Read a sample as `Store.read` does; by default the boundaries that all stores have."""
+    def read(self, key: str, boundaries: tuple[int, ...] | None = None) -> Sample:
+        """Return a sample as `Store.read`, with its key as id.
+
+        boundaries: None for those that all stores have.
+        """
         prefix, _, id = key.rpartition("/")
-        boundaries = self.boundaries if boundaries is None else boundaries
-        return self._by_prefix[prefix].read(id, boundaries)
+        wanted = self.boundaries if boundaries is None else boundaries
+        return dataclasses.replace(self._by_prefix[prefix].read(id, wanted), id=key)
 
     def texts(self, keys: list[str]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Yield ids and masks as `Store.texts` does, store by store."""

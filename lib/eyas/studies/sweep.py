@@ -512,13 +512,16 @@ def code_hash() -> str:
         head_loss,
         losses,
         operators,
+        preparation,
+        reference,
         schedule,
         steps,
         trainer,
         ttt,
     )
 
-    training = (attention, batch, head_loss, losses, operators, schedule, steps, trainer, ttt)
+    training = (attention, batch, head_loss, losses, operators, preparation, reference)
+    training += (schedule, steps, trainer, ttt)
     parts = (
         drafter,
         mixture,
