@@ -47,8 +47,14 @@ def _as_in_this_notebook(next_command: str) -> str:
     return f", with {here} as here" if here else ""
 
 
+WITHOUT_SETTINGS = (
+    "data (?:list|rm)|doctor|drafter layer-ids|job|prompts (?:build|import)"
+    "|report (?:index|summary)|settings"
+)
+
+
 def takes_settings(command: str) -> bool:
     """Whether a command of ours that a message names takes `--profile` and `-p`."""
     return bool(
-        re.search("python -m eyas (?!data|doctor|index|job|prompts build|profile|summary)", command)
+        re.search(f"python -m eyas (?!{WITHOUT_SETTINGS})", command)
     ) and not command.endswith("--help")
