@@ -65,7 +65,7 @@ def test_strings_become_what_the_setting_is(name, given, value):
 def test_what_a_setting_cannot_be(name, given):
     with pytest.raises(EyasError, match=f"^{name} = ") as error:
         Config.create(**{name: given})
-    assert error.value.expected and error.value.next_command == "python -m eyas profile --explain"
+    assert error.value.expected and error.value.next_command == "python -m eyas settings"
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_known_one():

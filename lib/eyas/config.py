@@ -62,7 +62,7 @@ class Config:
         "where the server hands rows to the client, a folder that both see; empty: in the run's server folder",
     )
     spool_gib: float = _doc(4.0, "most that may wait there, GiB; then requests wait")
-    # What makes the server fast and leaves what is captured as it is; `python -m eyas tune` searches here
+    # What makes the server fast and leaves what is captured as it is; `python -m eyas study server` searches here
     max_prefill_tok: int = _doc(
         0,
         "tokens of one prefill pass; 0: max_total_tok. More fill the device, fewer need less memory and stay in its caches",
@@ -123,11 +123,11 @@ class Config:
     # Tuning the server
     tune_trials: int = _doc(
         12,
-        "changes of a setting that `tune` tries, at most; 0: only how far two servers with the same settings differ",
+        "changes of a setting that `study server` tries, at most; 0: only how far two servers with the same settings differ",
     )
     tune_minutes: float = _doc(
         20.0,
-        "time after which `tune` begins no further trial, minutes; it is counted over all starts of the same search",
+        "time after which `study server` begins no further trial, minutes; it is counted over all starts of the same search",
     )
     tune_try: str = _doc(
         "",
@@ -316,7 +316,7 @@ class Config:
     # Inspection
     compare_run: str = _doc(
         "",
-        "another run: its store is compared with this one's in notebook 03, its acceptance by `compare`; empty: none",
+        "another run: its store is compared with this one's in notebook 03, its acceptance by `evaluate compare`; empty: none",
     )
 
     def __post_init__(self):
@@ -325,7 +325,7 @@ class Config:
                 raise EyasError(
                     f"{name} = {getattr(self, name)!r}",
                     expected,
-                    "python -m eyas profile --explain",
+                    "python -m eyas settings",
                 )
 
         need(self.device in ("cpu", "cuda"), "device", "'cpu' or 'cuda'")
@@ -590,7 +590,7 @@ class Config:
             raise EyasError(
                 f"extra_boundaries = {self.extra_boundaries!r}",
                 "'all' or a list such as '0,5,9'",
-                "python -m eyas profile --explain",
+                "python -m eyas settings",
             ) from None
 
     @property
@@ -620,7 +620,7 @@ class Config:
             raise EyasError(
                 f"unknown setting {', '.join(unknown)}",
                 expected,
-                "python -m eyas profile --explain",
+                "python -m eyas settings",
             )
         hints = typing.get_type_hints(cls)
         return cls(**{name: _coerce(name, value, hints[name]) for name, value in values.items()})
@@ -691,7 +691,7 @@ def verified_tok(
 
     def need(ok: bool, found: str, expected: str):
         if not ok:
-            raise EyasError(found, expected, "python -m eyas profile --explain")
+            raise EyasError(found, expected, "python -m eyas settings")
 
     need(steps >= 1, f"speculative_num_steps = {steps}", "at least 1")
     need(topk >= 1, f"speculative_eagle_topk = {topk}", "at least 1")
@@ -749,7 +749,7 @@ def _coerce(name: str, value, kind):
     wrong = EyasError(
         f"{name} = {value!r}",
         f"a value of type {getattr(kind, '__name__', kind)}",
-        "python -m eyas profile --explain",
+        "python -m eyas settings",
     )
     if kind is bool:
         if isinstance(value, str) and value.strip().lower() in ("true", "false"):
@@ -761,7 +761,7 @@ def _coerce(name: str, value, kind):
         wrong = EyasError(
             f"{name} = {value!r}",
             "whole numbers such as '10,20,29' or '[10, 20, 29]'",
-            "python -m eyas profile --explain",
+            "python -m eyas settings",
         )
         if isinstance(value, str):
             try:

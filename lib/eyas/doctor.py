@@ -117,7 +117,7 @@ def target_doctor(name: str) -> tuple[list[Check], str]:
                 "config.json",
                 False,
                 f"{folder.name}: {what}",
-                f"{_python()} -m eyas target"
+                f"{_python()} -m eyas doctor --target embedded"
                 if name == "embedded"
                 else "a folder that save_pretrained wrote",
             )
@@ -658,7 +658,7 @@ def check_target() -> Check:
         ok, detail = embedded_state()
     except EyasError as error:
         return Check("embedded target", False, error.found, error.next_command)
-    return Check("embedded target", ok, detail, f"{_python()} -m eyas target")
+    return Check("embedded target", ok, detail, f"{_python()} -m eyas doctor --target embedded")
 
 
 def check_browser() -> Check:

@@ -1,7 +1,7 @@
 """What real decoding accepts, what explains it, and how fast it is: the answer to "is this drafter worth serving?".
 
-    python -m eyas decode --profile smoke        # about a minute on 2 cores, after `train`
-    python -m eyas compare --profile demo -p compare_run other
+    python -m eyas evaluate decode --profile smoke        # about a minute on 2 cores, after `train`
+    python -m eyas evaluate compare --profile demo -p compare_run other
 
 Counts (per prompt; every ratio and interval is made from them, last, in `summarise`):
   verify steps    passes of the target over drafts; the prefill is not one
@@ -838,7 +838,7 @@ def compare_runs(config: Config) -> dict:
         raise EyasError(
             "no run to compare with",
             "the name of another run that has decoded the same prompts",
-            "python -m eyas compare -p compare_run NAME",
+            "python -m eyas evaluate compare -p compare_run NAME",
         )
     other = dataclasses.replace(
         config, run_name=config.compare_run, compare_run="", member="", drafter_run=""
@@ -923,7 +923,7 @@ def _whose(config: Config, record: dict) -> str:
 
 
 def _decode_command(run_name: str) -> str:
-    return f"python -m eyas decode -p run_name {run_name} -p compare_run ''"  # a run is not compared with itself
+    return f"python -m eyas evaluate decode -p run_name {run_name} -p compare_run ''"  # a run is not compared with itself
 
 
 def comparison_text(found: dict) -> str:

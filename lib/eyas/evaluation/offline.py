@@ -1,6 +1,6 @@
 """The offline estimate: what the drafter would accept on responses that are already in the store, without a target.
 
-    python -m eyas walk --profile smoke       # seconds, after `train`
+    python -m eyas evaluate offline --profile smoke       # seconds, after `train`
 
 Each held-out sample's last response is walked as serving would: the prefill gives its first token, then the drafter drafts `draft_length`
 tokens from the last committed slot, the drafts that equal the stored tokens are hits up to the first miss, and the walk jumps by

@@ -1,7 +1,7 @@
 """The same number from both sides: what our decoding accepts, and what the server that serves the drafter says that it accepts.
 
-    python -m eyas serve-check --profile smoke        # after `decode`; exports the drafter, starts SGLang with it and, to compare texts and time, without it
-    python -m eyas serve-check -p serve_url http://host:port     # a server of your own that serves the drafter already; nothing is started
+    python -m eyas evaluate served --profile smoke        # after `evaluate decode`; exports the drafter, starts SGLang with it and, to compare texts and time, without it
+    python -m eyas evaluate served -p serve_url http://host:port     # a server of your own that serves the drafter already; nothing is started
 
 How SGLang 0.5.23 counts, read in `batch_result_processor._resolve_spec_v2_tokens` and `tokenizer_manager._calculate_spec_decoding_metrics`:
   spec_verify_ct            + 1 for each verify pass over a request that has not ended; the prefill, which gives the first token, is none
@@ -164,7 +164,7 @@ def check(
     prompts: list[Prompt],
     folder: Path | None = None,
 ) -> Served:
-    """Serve the drafter and compare what the server accepts with `eyas decode` on the same prompts. Writes served.parquet and, last, served.json.
+    """Serve the drafter and compare what the server accepts with `eyas evaluate decode` on the same prompts. Writes served.parquet and, last, served.json.
 
     `folder`: a checkpoint that lies there already, by default the drafter is exported. With `serve_timed_prompts` both servers are up at once, else one after the other.
     EyasError: our side is not there, or is of other settings; float32 on a GPU; the server feeds other boundaries; it counts in a way that is not understood.
@@ -231,7 +231,7 @@ def check_serve_dtype(config: Config) -> None:
 
 def our_decoding(config: Config, prompts: list[Prompt]) -> tuple[dict, pd.DataFrame]:
     """acceptance.json and the rows of acceptance.parquet for these prompts, in their order. EyasError: not decoded, with other settings, or other prompts."""
-    again = "python -m eyas decode"
+    again = "python -m eyas evaluate decode"
     if not prompts:
         raise EyasError(
             "no prompts to compare",
@@ -295,7 +295,7 @@ def round_trip(status: dict, drafter: Drafter) -> dict:
         raise EyasError(
             f"the server feeds the drafter boundaries {list(found)} (layer ids {served.get('ids')})",
             f"{trained}, those it was trained on: it would be given states that it has never seen, without an error, and one wrong layer costs about 0.1 of acceptance length",
-            "python -m eyas export writes the ids that this SGLang needs",
+            "python -m eyas drafter export writes the ids that this SGLang needs",
         )
     return {
         "served": found and list(found),
@@ -316,7 +316,7 @@ def same_settings(status: dict, config: Config) -> None:
             "the server drafts with "
             + ", ".join(f"{ours} {status['drafter'][name]}" for ours, name in apart.items()),
             ", ".join(f"{ours} {asked[name]}" for ours, name in apart.items()),
-            "python -m eyas decode, then this again, both with "
+            "python -m eyas evaluate decode, then this again, both with "
             + " ".join(f"-p {ours} {status['drafter'][name]}" for ours, name in apart.items()),
         )
 

@@ -159,7 +159,7 @@ def with_faults(error: EyasError, status: dict, drafter: Drafter) -> EyasError:
         EyasError(
             f"{error.found}; the checkpoint that it loaded: {wrong}",
             "a checkpoint as it was trained",
-            "python -m eyas export",
+            "python -m eyas drafter export",
         )
         if wrong
         else error

@@ -1,4 +1,4 @@
-"""A speed model: how fast would other draft settings be on this machine? `python -m eyas decode` ends with its answer.
+"""A speed model: how fast would other draft settings be on this machine? `python -m eyas evaluate decode` ends with its answer.
 
     speed-up = tokens a verify step gives * seconds of a plain step / (seconds of drafting + seconds of a verify step)
 

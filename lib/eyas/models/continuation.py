@@ -96,7 +96,7 @@ def _own_imported(config: Config) -> str:
     raise EyasError(
         f"initial_weights = 'drafter', but {found}",
         "an imported drafter, or drafter_run to name another run's",
-        f"python -m eyas train -p initial_weights drafter -p drafter_run NAME, or python -m eyas import-drafter FOLDER -p run_name {config.run_name}",
+        f"python -m eyas train -p initial_weights drafter -p drafter_run NAME, or python -m eyas drafter import FOLDER -p run_name {config.run_name}",
     )
 
 
@@ -155,7 +155,7 @@ def check_nothing_is_lost(config: Config, identity: dict, start: Start | None) -
             f"the drafter of run {run!r} was imported from {folder!r}, and this training would replace it",
             "a run without a drafter, or a training that continues it",
             f"python -m eyas train -p run_name {run} -p initial_weights drafter, which continues it and keeps it; or import it into another run "
-            f"(python -m eyas import-drafter FOLDER -p run_name ANOTHER), remove it here ({remove}), and train again",
+            f"(python -m eyas drafter import FOLDER -p run_name ANOTHER), remove it here ({remove}), and train again",
         )
     made = {
         "store": record.get("store"),

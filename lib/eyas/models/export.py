@@ -1,7 +1,7 @@
 """The drafter in the layouts that engines load: SGLang's `LlamaForCausalLMEagle3`, and speculators' `eagle3`, which vLLM serves too.
 
-    python -m eyas export --profile demo                 # writes the run's export folder; serve it with --speculative-draft-model-path
-    python -m eyas export --profile demo --to vllm       # the same drafter for vLLM and speculators, in the run's export/vllm folder
+    python -m eyas drafter export --profile demo                 # writes the run's export folder; serve it with --speculative-draft-model-path
+    python -m eyas drafter export --profile demo --to vllm       # the same drafter for vLLM and speculators, in the run's export/vllm folder
 
 Written from, and tested against, SGLang's own `models/llama_eagle3.py` and speculators' own `Eagle3DraftModel`. Loaders drop weights whose names
 they do not know and leave what is missing at random values, without a word, so export and import (`eyas.models.import_drafter`) check every key.
@@ -69,13 +69,13 @@ def check_servable(config: DrafterConfig, target: Target, engine: str = SGLANG) 
         raise EyasError(
             f"{engine} cannot serve a drafter with norm_before_residual: its residual stream starts in front of the norm",
             "one without",
-            "python -m eyas export --to vllm",
+            "python -m eyas drafter export --to vllm",
         )
     if config.own_embedding and config.hidden_size == config.target_hidden_size:
         raise EyasError(
             f"{engine} cannot serve a drafter with an embedding of its own: it puts the target's in its place",
             "the target's",
-            "python -m eyas export --to vllm",
+            "python -m eyas drafter export --to vllm",
         )
     engine_ids(config.boundaries, architecture(target), target.n_blocks, engine)
 
@@ -92,7 +92,7 @@ def unservable(run: Config, drafter: Drafter, target: Target) -> EyasError | Non
             trust_remote_code=run.trust_remote_code,
         ).options()
         return EyasError(
-            error.found, error.expected, f"python -m eyas export --to vllm {which}".rstrip()
+            error.found, error.expected, f"python -m eyas drafter export --to vllm {which}".rstrip()
         )
     return None
 
@@ -218,7 +218,7 @@ def export_speculators(
 
 
 def written_for(engine: str, config: DrafterConfig, target: Target) -> dict:
-    """What the layer ids of an export stand on; `serve-check` compares it with what runs."""
+    """What the layer ids of an export stand on; `evaluate served` compares it with what runs."""
     name, _, version = engine.partition(" ")
     return {
         "engine": name,

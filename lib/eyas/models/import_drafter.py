@@ -1,7 +1,7 @@
-"""Drafters that others trained, as drafters of ours, so that `decode`, `walk`, `serve-check` and notebook 05 judge them.
+"""Drafters that others trained, as drafters of ours, so that `evaluate decode`, `evaluate offline`, `evaluate served` and notebook 05 judge them.
 
-    python -m eyas import-drafter FOLDER -p run_name theirs          # writes the run's drafter
-    python -m eyas decode -p drafter_run theirs                      # judged on the prompts of the run demo
+    python -m eyas drafter import FOLDER -p run_name theirs          # writes the run's drafter
+    python -m eyas evaluate decode -p drafter_run theirs                      # judged on the prompts of the run demo
 
 Two layouts are read: that of SGLang, SpecForge and EAGLE (`midlayer.*` or `layers.0.*`, `eagle_config`) and that of speculators and vLLM
 (`transformer_layer_config`). Weights in safetensors, whole or sharded, or in `pytorch_model.bin`, of which nothing is unpickled that could run code.
@@ -83,7 +83,7 @@ def import_drafter(
     taken = EyasError(
         f"run {out.parent.name!r} has a drafter already",
         "a run without one",
-        "python -m eyas import-drafter FOLDER -p run_name ANOTHER",
+        "python -m eyas drafter import FOLDER -p run_name ANOTHER",
     )
     if not is_free(out):
         raise taken
@@ -175,7 +175,7 @@ def _config_file(folder: Path) -> dict:
         raise EyasError(
             f"no config.json in {folder.name!r}",
             "a drafter in SGLang's or speculators' layout",
-            "python -m eyas export --profile demo writes one of ours",
+            "python -m eyas drafter export --profile demo writes one of ours",
         )
     try:
         record = read_json(folder / "config.json")
@@ -256,7 +256,7 @@ def _boundaries(
     if boundaries:
         check_boundaries(boundaries, target.n_blocks)
         return tuple(boundaries), "as given"
-    ask = "the same command with --ids-of ENGINE (python -m eyas export --table shows what each means by an id), or -p boundaries B,B,B"
+    ask = "the same command with --ids-of ENGINE (python -m eyas drafter layer-ids shows what each means by an id), or -p boundaries B,B,B"
     ids, outside = (
         eagle.get("eagle_aux_hidden_state_layer_ids"),
         record.get("eagle_aux_hidden_state_layer_ids"),

@@ -1,6 +1,6 @@
 """The one place where another project's layer ids and our boundaries meet: `engine_ids` one way, `engine_boundaries` the other.
 
-    python -m eyas export --table      # every engine, version and family: default ids, and the boundaries that they are
+    python -m eyas drafter layer-ids      # every engine, version and family: default ids, and the boundaries that they are
 
 Each rule is read from the engine's own source; SGLang's is tested against the installed one, family by family. Nothing but the standard
 library is imported here: `python -m eyas doctor` uses it where packages are missing.
@@ -89,7 +89,7 @@ def rule(engine: str, architecture: str) -> str:
         raise EyasError(
             f"layer ids of {engine} are not known",
             "one of " + ", ".join(ENGINES),
-            "python -m eyas export --table",
+            "python -m eyas drafter layer-ids",
         )
     for name, family in FAMILIES[engine].items():
         if architecture in family:
@@ -97,7 +97,7 @@ def rule(engine: str, architecture: str) -> str:
     raise EyasError(
         f"layer ids of {architecture} in {engine} are not known",
         "one of " + ", ".join(sorted(sum(FAMILIES[engine].values(), ()))),
-        "python -m eyas export --table",
+        "python -m eyas drafter layer-ids",
     )
 
 

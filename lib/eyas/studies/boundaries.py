@@ -303,7 +303,7 @@ def run_study(config: Config, store: Store, target: Target) -> Study:
             raise EyasError(
                 f"the default's training failed: {first.problem() or first.record['state']}",
                 "one to compare with",
-                f"see {first.notebook.relative_to(config.run_dir)} in the run's folder; then python -m eyas sweep, which goes on",
+                f"see {first.notebook.relative_to(config.run_dir)} in the run's folder; then python -m eyas study layers, which goes on",
             )
         candidates = [
             b
@@ -367,7 +367,7 @@ def load_study(config: Config) -> Study:
         raise EyasError(
             f"run {config.run_name!r} has no study of layers",
             "one that is finished",
-            "python -m eyas sweep",
+            "python -m eyas study layers",
         )
     found = {name: read_parquet(folder / f"{name}.parquet") for name in TABLES}
     found["forward"]["boundaries"] = [

@@ -1,4 +1,4 @@
-"""Which server settings are worth keeping? `python -m eyas tune --profile P`: a bounded search; stopped or killed, the same command goes on.
+"""Which server settings are worth keeping? `python -m eyas study server --profile P`: a bounded search; stopped or killed, the same command goes on.
 
 From the profile's own settings on, one change at a time: a server with it and one without are measured in turns (A B, B A, ...), so that what else
 the machine does hits both. What is measured is what an extraction and a single reader wait for:
@@ -635,7 +635,7 @@ def profile_text(config: Config, result: dict) -> str:
         name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
     }
     head = [
-        f"# Run {config.run_name} with the server settings that `python -m eyas tune` kept, measured on {result['cores']} CPU cores, device {result['device']}, SGLang {result['sglang']}:",
+        f"# Run {config.run_name} with the server settings that `python -m eyas study server` kept, measured on {result['cores']} CPU cores, device {result['device']}, SGLang {result['sglang']}:",
         *(f"# {sentence}" for sentence in _gains(result)),
         "# Changed: "
         + ", ".join(
@@ -731,7 +731,7 @@ def summary(result: dict) -> str:
 
 def how_to_tune(config: Config) -> str:
     """Where no result is: the one line that says how to get one."""
-    return f"Run {config.run_name} has no tuned settings: python -m eyas tune searches for some within {config.tune_minutes:g} minutes (-p tune_minutes N for more); nothing else needs it."
+    return f"Run {config.run_name} has no tuned settings: python -m eyas study server searches for some within {config.tune_minutes:g} minutes (-p tune_minutes N for more); nothing else needs it."
 
 
 def tuned_profile(config: Config) -> str:

@@ -1,6 +1,6 @@
 """Many trainings of one store, in parallel: papermill runs of one notebook with changed settings, on Ray.
 
-    python -m eyas sweep --profile layers       # the trainings of notebook 06, half an hour on 2 cores; again: goes on where it was
+    python -m eyas study layers --profile layers       # the trainings of notebook 06, half an hour on 2 cores; again: goes on where it was
 
 Ray runs on this machine alone for as long as the sweep, bound to 127.0.0.1 with a secret of its own, without dashboard and usage reports; or it is a
 cluster that runs already (`ray_address`), whose machines see this repository and the data folder under the same paths.
@@ -107,7 +107,9 @@ class Member:
         """As `eyas.evaluation.offline.walk` gives them. EyasError where the training is not finished."""
         if not self.finished:
             raise EyasError(
-                f"the training with {self} is not finished", "one that is", "python -m eyas sweep"
+                f"the training with {self} is not finished",
+                "one that is",
+                "python -m eyas study layers",
             )
         return read_parquet(self.counts_path)
 
@@ -322,7 +324,7 @@ class Sweep:
                         raise EyasError(
                             f"Ray did not start in {STARTS} times 30 s",
                             "a machine with a core to spare",
-                            "python -m eyas sweep, when it is less busy",
+                            "python -m eyas study layers, when it is less busy",
                         ) from None
         self._ray = ray
         return ray
@@ -409,7 +411,7 @@ def keep(config: Config, counts: pd.DataFrame) -> Path:
         raise EyasError(
             "trainer, drafter or walk were edited while the sweep ran",
             "the code that it began with",
-            "python -m eyas sweep, which trains anew what the new code changes",
+            "python -m eyas study layers, which trains anew what the new code changes",
         )
     path = write_atomic(
         config.out_dir / "counts.parquet", lambda path: counts.to_parquet(path, index=False)

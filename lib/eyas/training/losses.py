@@ -125,6 +125,6 @@ def get_loss(name: str) -> Loss:
     """The loss of that name; EyasError with the names there are for another."""
     if name not in LOSSES:
         raise EyasError(
-            f"no loss {name!r}", "one of " + ", ".join(LOSSES), "python -m eyas profile --explain"
+            f"no loss {name!r}", "one of " + ", ".join(LOSSES), "python -m eyas settings"
         )
     return LOSSES[name]

@@ -1,7 +1,7 @@
 """Other projects' files of hidden states, out of a store and into one, a sample at a time.
 
-    python -m eyas store export --to specforge --out FOLDER --profile demo
-    python -m eyas store import --from speculators-v1 FOLDER -p target FOLDER -p boundaries '[3, 16, 28]' -p run_name NAME
+    python -m eyas data export --to specforge --out FOLDER --profile demo
+    python -m eyas data import --from speculators-v1 FOLDER -p target FOLDER -p boundaries '[3, 16, 28]' -p run_name NAME
 
     speculators-v1  speculators 0.3 and 0.4: data_{i}.pt, sample_lengths.json, data_config.json         last state before the final norm
     speculators     speculators >= 0.5: hidden_states/hs_{i}.safetensors and an Arrow data set          last state before the final norm

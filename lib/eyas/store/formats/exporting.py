@@ -1,4 +1,4 @@
-"""Export a store to other projects' files. `python -m eyas store export --to FORMAT --out FOLDER`"""
+"""Export a store to other projects' files. `python -m eyas data export --to FORMAT --out FOLDER`"""
 
 from collections.abc import Iterator
 from pathlib import Path

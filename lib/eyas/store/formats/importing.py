@@ -1,4 +1,4 @@
-"""Import other projects' hidden states into a store. `python -m eyas store import --from FORMAT FOLDER`"""
+"""Import other projects' hidden states into a store. `python -m eyas data import --from FORMAT FOLDER`"""
 
 import time
 from dataclasses import dataclass
@@ -86,13 +86,13 @@ def import_store(
         raise EyasError(
             f"no folder {str(source)!r}",
             "a folder of hidden states",
-            "python -m eyas store import --help",
+            "python -m eyas data import --help",
         )
     if heldout_every < 0:
         raise EyasError(
             f"--heldout-every {heldout_every}",
             "1 or more, or 0 for none",
-            "python -m eyas store import --help",
+            "python -m eyas data import --help",
         )
     boundaries = drafter_boundaries(config, target.n_blocks)
     if boundaries.feeding[-1] >= boundaries.last:
@@ -114,7 +114,7 @@ def import_store(
         raise EyasError(
             f"{source.name!r} holds no file of {name}",
             "a folder of this format",
-            "python -m eyas store import --help",
+            "python -m eyas data import --help",
         )
     lengths, dtype = _lengths(reader)
     head = target.head()
