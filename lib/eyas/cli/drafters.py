@@ -274,7 +274,7 @@ def evaluate_offline(args) -> int:
 
 def evaluate_decode(args) -> int:
     from eyas.evaluation.acceptance import eval_prompts, measure
-    from eyas.evaluation.speed import model_speed, verdict
+    from eyas.evaluation.speed import model_speed, speed_text
     from eyas.models.drafter import load_drafter
     from eyas.models.target import target_of
 
@@ -284,7 +284,7 @@ def evaluate_decode(args) -> int:
     drafter = load_drafter(config.judged.drafter_dir, target, config.drafter_file)
     acceptance = measure(config, target, drafter, prompts)
     print(acceptance)
-    print(verdict(model_speed(config, target, drafter, prompts, acceptance)))
+    print(speed_text(model_speed(config, target, drafter, prompts, acceptance)))
     return 0
 
 

@@ -1,6 +1,6 @@
 """Commands about this machine and what lies on it: doctor, plan, job, settings."""
 
-from eyas.cli.options import add_command, add_group, config_of
+from eyas.cli.options import add_command, add_group, at_least_0, config_of
 
 
 def declare_doctor(commands) -> None:
@@ -55,15 +55,30 @@ def _failed(checks) -> int:
 
 
 def declare_plan(commands) -> None:
-    add_command(
+    parser = add_command(
         commands, "plan", run_plan, "compute size and time of an extraction, without a server"
     )
+    for option, kind, what in (
+        ("--tok", int, "tokens of all samples"),
+        ("--samples", int, "number of samples"),
+        ("--hidden-size", int, "hidden size of the target"),
+        ("--blocks", int, "number of blocks of the target"),
+        ("--tok-per-s", float, "rate of extraction, tokens per second"),
+    ):
+        parser.add_argument(
+            option,
+            type=at_least_0(kind),
+            default=0,
+            metavar="N",
+            help=f"{what}, where it cannot be counted here",
+        )
 
 
 def run_plan(args) -> int:
-    from eyas.capture.plan import make_plan
+    from eyas.capture.plan import Known, make_plan
 
-    print(make_plan(config_of(args)))
+    known = Known(args.tok, args.samples, args.hidden_size, args.blocks, args.tok_per_s)
+    print(make_plan(config_of(args), known))
     return 0
 
 

@@ -73,3 +73,15 @@ def config_of(args: argparse.Namespace):
     from eyas.config import Config
 
     return Config.load(args.profile, **dict(args.p or []))
+
+
+def at_least_0(kind: type):
+    """Return a function that reads a number of this kind that is not negative."""
+
+    def number(text: str):
+        value = kind(text)
+        if not 0 <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text!r} is not 0 or more")
+        return value
+
+    return number

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from eyas.cli.options import add_command, add_group, config_of
+from eyas.cli.options import add_command, add_group, at_least_0, config_of
 from eyas.errors import EyasError
 from eyas.files import RUN_PARTS
 
@@ -21,11 +21,18 @@ def declare_server(commands) -> None:
     add_command(server, "wait", server_wait, "wait until the run's server is ready")
     add_command(server, "status", server_status, "print what the run's server says of itself")
     add_command(server, "down", server_down, "stop the run's server")
-    add_command(
+    command = add_command(
         server,
         "command",
         server_command,
         "print the command and variables that `up` would use, and start nothing",
+    )
+    command.add_argument(
+        "--blocks",
+        type=at_least_0(int),
+        default=0,
+        metavar="N",
+        help="number of blocks of a target that is not on this machine",
     )
 
 
@@ -73,7 +80,7 @@ def server_down(args) -> int:
 def server_command(args) -> int:
     from eyas.server import serve
 
-    print(serve.command_text(config_of(args)))
+    print(serve.command_text(config_of(args), args.blocks))
     return 0
 
 

@@ -5,14 +5,13 @@ side, also at `index.html#compare=NAME,NAME`; for that the numbers and settings 
 both measured the same thing in the same way (`verdict.Measure.needs`), and its interval takes them as independent.
 """
 
-import dataclasses
 import json
 import re
 from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-from eyas.config import Config
+from eyas.config import SETTINGS
 from eyas.evaluation import verdict
 from eyas.progress import duration_text
 from eyas.report import summary
@@ -235,7 +234,7 @@ _LARGEST_FIRST = {
 
 def _data(runs: list[dict]) -> str:
     """What index.js compares, as JSON that may stand inside a <script>."""
-    known, shown = {f.name: f.metadata["doc"] for f in dataclasses.fields(Config)}, []
+    known, shown = {name: setting.meaning for name, setting in SETTINGS.items()}, []
     for run in runs:
         facts = dict(summary.facts(run))
         conditions = (run.get("settings") or {}) | {

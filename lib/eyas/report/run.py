@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from eyas import __version__, processes
-from eyas.config import Config, read_profile
+from eyas.config import Config, flatten, read_profile
 from eyas.errors import EyasError
 from eyas.files import ROOT, git_state, read_json, write_json, write_text
 from eyas.progress import duration_text
@@ -78,7 +78,7 @@ def run_report(
             "one of " + ", ".join(p.stem for p in available),
         )
     declared = {p.stem: declared_parameters(p) for p in available}
-    given = {**read_profile(profile), **overrides}
+    given = {**read_profile(profile), **flatten(overrides)}
     unknown = sorted(
         set(given) - set().union(*declared.values()) - {"notebooks"}
     )  # which is for this function
