@@ -14,7 +14,7 @@ from eyas.errors import EyasError
 from eyas.models.drafter import DrafterConfig, initial_drafter
 from eyas.models.target import load_target
 from eyas.models.vocab import DraftVocab
-from tiny import make_tiny_target
+from helpers.tiny import make_tiny_target
 
 INT4 = {
     "quant_method": "compressed-tensors",

@@ -1,7 +1,6 @@
 """Layer ids against SGLang's own functions, exports against SGLang's own model, and drafter files with something wrong in them."""
 
 import ast
-import dataclasses
 import functools
 import itertools
 import json
@@ -22,8 +21,6 @@ from eyas.files import sha256_file
 from eyas.models.drafter import (
     DraftCache,
     Drafter,
-    DrafterConfig,
-    ImportedConfig,
     load_drafter,
     read_record,
 )
@@ -40,9 +37,9 @@ from eyas.models.layer_ids import (
     rule,
 )
 from eyas.models.target import load_target
-from eyas.models.vocab import DraftVocab
 from eyas.store.formats.speculators_v1 import SpeculatorsV1
 from helpers.peer import peer
+from helpers.random_drafters import BOUNDARIES, IMPORTED, LLAMA3, make_drafter
 from helpers.sglang_models import FAMILY_NAMES, SETTER, find_method, run_sglang, sglang_classes
 from helpers.tiny import make_tiny_target
 
@@ -252,45 +249,12 @@ def test_unservable_choices_are_said():
 
 # ---- exports
 
-BOUNDARIES = (2, 3, 4)
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-IMPORTED = {
-    "norm_before_fc": True,
-    "norm_before_residual": True,
-    "own_embedding": True,
-    "rope_scaling": LLAMA3,
-}
-
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     return load_target(
         str(make_tiny_target(tmp_path_factory.mktemp("target") / "tiny", n_blocks=6))
     )
-
-
-def make_drafter(target, boundaries=BOUNDARIES, **switches) -> Drafter:
-    """Random, the norms too: a norm left at 1 would hide one that is forgotten."""
-    torch.manual_seed(4)
-    ids = torch.randperm(target.vocab_size)[:200].sort().values
-    config = DrafterConfig.from_target(target, boundaries, len(ids))
-    config = (ImportedConfig if {*switches} & {*IMPORTED} else DrafterConfig)(
-        **dataclasses.asdict(config) | switches
-    )
-    drafter = Drafter(config, DraftVocab(ids, target.vocab_size))
-    for name, weight in drafter.named_parameters():
-        weight.data.uniform_(0.5, 1.5) if "norm" in name else weight.data.normal_(
-            std=weight.shape[-1] ** -0.5
-        )
-    if not config.own_embedding:
-        drafter.embed_tokens.weight.data.copy_(target.embedding().float())
-    return drafter.eval()
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from eyas.errors import EyasError
 from eyas.models.export import export_sglang, export_speculators
 from eyas.models.import_drafter import read_checkpoint
 from eyas.models.target import load_target
-from test_export import make_drafter
-from tiny import make_tiny_target
+from helpers.random_drafters import make_drafter
+from helpers.tiny import make_tiny_target
 
 
 @pytest.fixture(scope="module")
