@@ -1,5 +1,6 @@
 """Counts and comparisons against hand-made ones; what `measure` writes."""
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -34,6 +35,7 @@ from eyas.evaluation.acceptance import (
     repeats,
 )
 from eyas.evaluation.decode import Step, Trace
+from eyas.files import ROOT
 from eyas.intervals import ratio_interval
 from eyas.models.target import load_target
 from helpers.taught import make_prompts, teach
@@ -183,6 +185,8 @@ def test_repeats_are_named_where_they_explain_the_figure():
                 "accepted": [30] * 6,
                 "fresh_steps": [10] * 6,
                 "fresh_accepted": fresh_accepted,
+                "repeated_bigrams": [10] * 6,
+                "bigrams": [50] * 6,
             }
         )
 
@@ -464,6 +468,57 @@ def test_prompt_lookup_over_a_known_text_is_what_decoding_with_it_accepts(
     assert "drafter minus n-grams" in headline(record) and "n-grams" not in headline(
         record | {"prompt_lookup": None}
     )
+
+
+def one_prompt(**counts) -> pd.DataFrame:
+    known = {"verify_steps": 62, "accepted": 62, "fresh_steps": 3, "fresh_accepted": 1}
+    return pd.DataFrame([known | {"repeated_bigrams": 120, "bigrams": 124} | counts])
+
+
+def test_a_looping_text_is_named_even_with_one_prompt():
+    """One prompt has no interval. 120 of 124 bigrams repeat; 3 of 62 verify steps are fresh."""
+    record = repeats(one_prompt(), Config.create())
+    assert "the text loops: 97% of its bigrams" in record["warning"]
+    assert "3 of 62 verify steps" in record["warning"] and "1.333" in record["warning"]
+    assert record["warning"].endswith("too few to judge by")
+
+
+def test_too_few_fresh_steps_are_named_without_a_loop():
+    few = repeats(one_prompt(repeated_bigrams=20, fresh_steps=19), Config.create())
+    assert few["warning"].startswith("only 19 of 62 verify steps begin at no repeated bigram")
+    many = repeats(
+        one_prompt(repeated_bigrams=20, fresh_steps=40, fresh_accepted=40), Config.create()
+    )
+    assert many["warning"] is None
+
+
+def test_a_drafter_that_is_never_accepted_is_named(data, target, drafter, prompts, tmp_path):
+    """Its head is zero: acceptance length is exactly 1.0, as with a part that is missing."""
+    blind = copy.deepcopy(drafter)
+    blind.lm_head.weight.data.zero_()
+    config = Config.create(
+        run_name="blind", decode_new_tok=8, check_bf16_prompts=1, baseline_prompts=1, threads=1
+    )
+    record = acceptance.measure(config, target, blind, made(prompts[:2])).record
+    assert record["acceptance_length"]["value"] == 1.0
+    assert "WARNING: no draft token was accepted at all" in headline(record)
+    assert "docs/symptoms.md" in headline(record)
+    heading = "## Acceptance is exactly 1.0"
+    assert heading in (ROOT / "docs" / "symptoms.md").read_text(encoding="utf-8")
+    weak = acceptance.measure(config, target, drafter, made(prompts[:2])).record
+    assert weak["counts"]["accepted"] and "at all" not in headline(weak)
+
+
+def test_texts_beyond_the_drafters_positions_are_named(data, target, drafter, prompts):
+    config = Config.create(
+        run_name="short", decode_new_tok=6, check_bf16_prompts=1, baseline_prompts=1, threads=1
+    )
+    short = copy.deepcopy(drafter)
+    short.config = dataclasses.replace(drafter.config, max_position_embeddings=8)
+    record = acceptance.measure(config, target, short, made(prompts[3:])).record
+    assert "the drafter's positions end at 8" in headline(record)
+    whole = acceptance.measure(config, target, drafter, made(prompts[3:])).record
+    assert "positions end" not in headline(whole)
 
 
 def test_repeats_stand_in_the_headline(data, target, drafter, prompts):

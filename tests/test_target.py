@@ -409,9 +409,7 @@ def test_a_tokenizer_that_is_python_runs_only_where_it_is_trusted(tmp_path):
             "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]},
         },
     )
-    with pytest.raises(
-        EyasError, match="Python that lies in its folder.*-p trust_remote_code true"
-    ):
+    with pytest.raises(EyasError, match="Python code in its folder.*-p trust_remote_code true"):
         load_target(str(folder)).tokenizer()
     tokenizer = load_target(str(folder), trust_remote_code=True).tokenizer()
     assert (
@@ -441,7 +439,7 @@ def test_a_model_that_is_python_runs_only_where_it_is_trusted(tmp_path):
     )
     with pytest.raises(
         EyasError,
-        match="the model own is Python that lies in its folder.*-p trust_remote_code true",
+        match="the model own is Python code in its folder.*-p trust_remote_code true",
     ):
         load_target(str(folder)).causal_lm(torch.float32)
     model, ids = (

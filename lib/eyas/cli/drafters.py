@@ -88,8 +88,8 @@ def drafter_import(args) -> int:
     from eyas.models.target import target_of
 
     config = config_of(args)
-    names_boundaries = any(name == "boundaries" for name, _ in args.p or [])
-    boundaries = config.boundaries if names_boundaries else ()
+    names = [name.rpartition(".")[2] for name, _ in args.p or []]  # -p drafter.boundaries too
+    boundaries = config.boundaries if "boundaries" in names else ()
     residual = {"yes": True, "no": False, None: None}[args.norm_before_residual]
     print(
         import_drafter(
