@@ -108,7 +108,8 @@ def test_counts_of_a_hand_made_trace(drafter):
     assert [row[f"proposed_{i}"] for i in (1, 2, 3)] == [4, 4, 3]
     assert [row[f"reached_{i}"] for i in (1, 2, 3)] == [4, 3, 1]
     assert [row[f"accepted_{i}"] for i in (1, 2, 3)] == [3, 2, 1]
-    # bigrams: oi io oi io oi ii io oo oi -> 5 of 9 came before; the first token (from the prefill) can't be drafted and is not counted as outside
+    # bigrams: oi io oi io oi ii io oo oi -> 5 of 9 came before; the first token (from the prefill)
+    # can't be drafted and is not counted as outside
     assert (
         row["bigrams"],
         row["repeated_bigrams"],
@@ -128,7 +129,9 @@ def test_counts_of_a_hand_made_trace(drafter):
 
 
 def test_counts_of_a_hand_made_tree(drafter):
-    """A node that was accepted without a child reaches no further position; a node deeper than the accepted path was proposed all the same."""
+    """A node that was accepted without a child reaches no further position; a node deeper than the
+    accepted path was proposed all the same.
+    """
     steps = [
         step(
             [-1, -1, 0, 2], [1]
@@ -160,12 +163,15 @@ def test_counts_of_a_hand_made_tree(drafter):
 
 
 def test_fresh_steps_look_back_only():
-    """Tokens 1 2 3 1 2 1 2 3 9: a step is not fresh when the two tokens before it came before, whatever it goes on to accept."""
+    """Tokens 1 2 3 1 2 1 2 3 9: a step is not fresh when the two tokens before it came before,
+    whatever it goes on to accept.
+    """
     tokens = [1, 2, 3, 1, 2, 1, 2, 3, 9]
     trace = Trace(
         tokens, [], steps=[chain(3, 1), chain(3, 1), chain(3, 1), chain(3, 0), chain(3, 0)]
     )  # begin after 1, 3, 5, 7, 8 tokens
-    # after [1]: no pair. After 1 2 3: (2,3) is new. After .. 1 2: (1,2) stood there. After .. 1 2 again: stood there. After 2 3: stood there.
+    # after [1]: no pair. After 1 2 3: (2,3) is new. After .. 1 2: (1,2) stood there. After .. 1 2
+    # again: stood there. After 2 3: stood there.
     assert fresh_steps(trace).tolist() == [True, True, False, False, False]
     alone = Trace(tokens, [], steps=[chain(3, 0) for _ in range(8)])  # a step a token
     slow = [
@@ -409,7 +415,8 @@ def test_baselines_are_on_the_same_prompts_and_lossless(data, target, drafter, p
         rows[DRAFTER]["accepted"] == first["accepted"].sum()
         and rows[DRAFTER]["verify_steps"] == first["verify_steps"].sum()
     )
-    # taught on these very responses; with random weights, or with the states of other slots, next to nothing is left
+    # taught on these very responses; with random weights, or with the states of other slots, next
+    # to nothing is left
     length = {name: row["acceptance_length"]["value"] for name, row in rows.items()}
     assert length[DRAFTER] > 1.5 > 1.3 > max(length[RANDOM], length[SHUFFLED])
     table = pd.read_parquet(config.acceptance_dir / "baselines.parquet")
@@ -604,7 +611,10 @@ def test_own_conversations(tmp_path, embedded):
         ("[1]", "line 1 is not an object"),
         ("", "holds no conversation"),
         (
-            '{"id": "a", "messages": [{"role": "user", "content": "a"}]}\n{"id": "a", "messages": [{"role": "user", "content": "b"}]}',
+            (
+                '{"id": "a", "messages": [{"role": "user", "content": "a"}]}\n{"id": "a", '
+                '"messages": [{"role": "user", "content": "b"}]}'
+            ),
             "line 2: sample id 'a' stands there already",
         ),
     ):
@@ -682,7 +692,10 @@ def test_two_drafters_are_paired_by_prompt(data):
 
 
 def test_the_drafter_of_another_run_is_judged_beside_ones_own(data):
-    """Nothing of one's own is written over, and the comparison names whose drafters they are. A run without a drafter has one place only."""
+    """Nothing of one's own is written over, and the comparison names whose drafters they are.
+
+    A run without a drafter has one place only.
+    """
     config = write_run("mine", [5, 6, 7, 8])
     config.drafter_dir.mkdir()
     theirs = dataclasses.replace(config, drafter_run="theirs")

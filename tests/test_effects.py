@@ -1,6 +1,5 @@
 """A setting that has an effect is obeyed, and one that has none is said to have none."""
 
-import argparse
 import ast
 import functools
 import inspect
@@ -12,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from eyas.cli import build_parser, main
+from eyas.cli import main
 from eyas.config import Config
 from eyas.effects import READS
 from eyas.models.drafter import read_record
@@ -23,25 +22,27 @@ from helpers.source import imports_of, source_of
 from helpers.stores import write_random_store
 from helpers.tiny import make_tiny_target
 
-
-def functions(parser: argparse.ArgumentParser) -> dict[str, tuple[str, str]]:
-    """Command -> (module of eyas, function), of all below this parser."""
-    found = {}
-    if run := parser.get_default("run"):
-        name = parser.get_default("command")
-        found[name] = (run.__module__.removeprefix("eyas."), run.__name__)
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for below in action.choices.values():
-                found |= functions(below)
-    return found
-
-
-FUNCTIONS = functions(build_parser())
-STARTS = {
-    name: FUNCTIONS[name]
-    for name in READS
-    if not name.startswith(("job ", "server wait", "server status", "server down"))
+STARTS = {  # command of the table -> function of eyas.cli
+    "target": "_target",
+    "server up": "_server",
+    "server command": "_server",
+    "tune": "_tune",
+    "prompts show": "_prompts_show",
+    "prompts generate": "_prompts_generate",
+    "plan": "_plan",
+    "extract": "_extract",
+    "verify": "_verify",
+    "store export": "_store_export",
+    "store import": "_store_import",
+    "parity": "_parity",
+    "train": "_train",
+    "sweep": "_sweep",
+    "walk": "_walk",
+    "decode": "_decode",
+    "compare": "_compare",
+    "serve-check": "_serve_check",
+    "export": "_export",
+    "import-drafter": "_import_drafter",
 }
 
 
@@ -54,7 +55,9 @@ def target(tmp_path_factory):
 
 @functools.cache
 def module(name: str):
-    """(syntax tree, its functions and classes, their texts, what it imports) of a module of eyas; None where there is none."""
+    """(syntax tree, its functions and classes, their texts, what it imports) of a module of eyas;
+    None where there is none.
+    """
     path = source_of(name)
     if not path.is_file():
         return None
@@ -72,10 +75,12 @@ def module(name: str):
 
 @functools.cache
 def named(text: str) -> frozenset[str]:
-    """Settings that a text reads from a configuration, also by way of Config's properties and methods."""
+    """Settings that a text reads from a configuration, also by way of Config's properties and
+    methods.
+    """
     names = set(
         re.findall(
-            r"(?<![.\w])(?:config|run|serving|self\.config|config_of\(args\))\.([a-z_0-9]+)", text
+            r"(?<![.\w])(?:config|run|serving|self\.config|_config\(args\))\.([a-z_0-9]+)", text
         )
     )
     found = names & set(Config.__dataclass_fields__)
@@ -87,9 +92,11 @@ def named(text: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def reached(start: tuple[str, str]) -> set[str]:
-    """Settings that the code which a command reaches reads, by names alone: too many rather than too few."""
-    found, seen, waiting = set(), set(), {start}
+def reached(start: str) -> set[str]:
+    """Settings that the code which a command reaches reads, by names alone: too many rather than
+    too few.
+    """
+    found, seen, waiting = set(), set(), {("cli", start)}
     while waiting:
         place = waiting.pop()
         known = module(place[0])
@@ -103,7 +110,7 @@ def reached(start: tuple[str, str]) -> set[str]:
         seen.add(place)
         _, defined, texts, names = known
         if re.search(
-            r"(config|run): Config\b|config_of\(args\)|def \w+\(config[,)]", texts[place[1]]
+            r"(config|run): Config\b|_config\(args\)|def \w+\(config[,)]", texts[place[1]]
         ):
             found |= named(texts[place[1]])
         own = {
@@ -125,15 +132,15 @@ def reached(start: tuple[str, str]) -> set[str]:
 
 @pytest.mark.parametrize("command", STARTS)
 def test_the_table_names_what_the_commands_code_reads(command):
-    """Nothing that is reached is missing, or a setting with an effect would be said to have none."""
+    """The table lacks nothing that is reached: it would call a setting with an effect idle."""
     missing = reached(STARTS[command]) - READS[command]
     assert not missing, f"{command} reads {sorted(missing)}"
 
 
 BY_NAME = {  # read by getattr with a table of names, or in processes of their own
     "train": set(READS["train"]),
-    "study layers": set(READS["train"]),
-    "study server": set(READS["study server"]),
+    "sweep": set(READS["train"]),
+    "tune": set(READS["tune"]),
 }
 
 
@@ -186,12 +193,13 @@ def test_what_commands_really_read_is_in_the_table(data, target, monkeypatch, ca
     }
     settings = options(target, "x", prompt_set=str(questions), **few)
     for command in (
+        "target",
         "plan",
         "prompts show",
         "train",
-        "evaluate offline",
-        "evaluate decode",
-        "drafter export",
+        "walk",
+        "decode",
+        "export",
         "server command",
     ):
         with monkeypatch.context() as patch:
@@ -225,15 +233,16 @@ def test_a_setting_without_effect_is_said_to_have_none(data, target, capsys, set
 
 def test_a_setting_with_an_effect_is_not_said_to_have_none(data, target, capsys):  # noqa: F811
     write_random_store(Config.create(run_name="x").store_dir, target)
-    for command in ("train", "evaluate offline", "drafter export"):
+    for command in ("train", "walk", "export"):
         few = ["-p", "run_name", "x", "-p", "target", str(target.folder)]
-        settings = options(target, "x") if command == "train" else few
-        assert main([*command.split(), *settings]) == 0
+        assert main([command, *(options(target, "x") if command == "train" else few)]) == 0
         assert "no effect" not in capsys.readouterr().err
 
 
 def test_train_samples_and_heldout_samples_are_obeyed(data, target, capsys):  # noqa: F811
-    """The training of a part is that of a store which has only that part; with as many as the store has, it is that of the whole store."""
+    """The training of a part is that of a store which has only that part; with as many as the store
+    has, it is that of the whole store.
+    """
     write_random_store(
         Config.create(run_name="whole").store_dir, target, n_samples=12
     )  # heldout: s5, s11
@@ -264,8 +273,8 @@ def test_train_samples_and_heldout_samples_are_obeyed(data, target, capsys):  # 
     assert len(Store.open(Config.create(run_name="whole").store_dir).samples("train")) == 10
     assert main(["train", *options(target, "whole")]) == 2
     assert (
-        "another training: train_samples 7, now all of the store, heldout_samples 1, now all of the store"
-        in capsys.readouterr().err
-    )
+        "another training: train_samples 7, now all of the store, heldout_samples 1, now "
+        "all of the store"
+    ) in capsys.readouterr().err
     assert main(["train", *options(target, "part", train_samples="7", heldout_samples="1")]) == 0
     assert "trained already" in capsys.readouterr().out

@@ -173,10 +173,11 @@ class Acceptance:
 
 def _position_line(position: dict) -> str:
     return (
-        f"  position {position['position']}: "
-        f"accepted {interval_text(position['unconditional'])} of all, "
+        f"  draft token {position['position']}: "
+        f"accepted {interval_text(position['unconditional'])} of those proposed, "
         f"{interval_text(position['conditional'])} of those reached "
-        f"({position['accepted']} of {position['reached']} of {position['proposed']})"
+        f"({position['accepted']} accepted, {position['reached']} reached, "
+        f"{position['proposed']} proposed)"
     )
 
 
@@ -1178,7 +1179,7 @@ def comparison_text(comparison: dict) -> str:
         f"{_difference_answer(difference, first, second)}",
     ]
     lines += [
-        f"  position {position['position']}, of those reached: "
+        f"  draft token {position['position']}, of those reached: "
         f"{interval_text(position['conditional'])}"
         for position in comparison["by_position"]
     ]
