@@ -581,7 +581,7 @@ def test_the_page_of_a_drafter_that_sglang_cannot_serve(world, tmp_path, monkeyp
         {"headline": told}
     ).startswith(f"Not served: {reason}")
     command = next(
-        line for line in said.splitlines() if line.startswith("next: python -m eyas export")
+        line for line in said.splitlines() if line.startswith("next: python -m eyas drafter export")
     )
     assert (
         main(shlex.split(command)[4:]) == 0 and (run.export_dir / "vllm" / "config.json").is_file()
@@ -974,7 +974,7 @@ def test_other_boundaries_are_refused(world):
     }
     with pytest.raises(
         EyasError,
-        match=r"boundaries \[2, 3, 5\] .* expected \[1, 3, 5\].*never seen.*python -m eyas export",
+        match=r"boundaries \[2, 3, 5\] .* expected \[1, 3, 5\].*never seen.*python -m eyas drafter export",
     ):
         round_trip(status, drafter)
 
@@ -1014,7 +1014,7 @@ def test_speed_of_many_requests():
 
 def test_what_there_is_to_compare_with(world, data):
     config, _, drafter, prompts = world
-    with pytest.raises(EyasError, match="has not decoded.*python -m eyas decode"):
+    with pytest.raises(EyasError, match="has not decoded.*python -m eyas evaluate decode"):
         our_decoding(config, prompts)  # another data folder
     with pytest.raises(EyasError, match="no prompts"):
         our_decoding(config, [])

@@ -330,7 +330,9 @@ def test_float32_on_a_gpu_is_refused_before_anything_starts(world, tmp_path):
 
 def test_no_drafter_there(world, tmp_path):
     config = Config.create(run_name="x", target=str(world.target.folder))
-    with pytest.raises(EyasError, match="no config.json in 'nothing'.*python -m eyas export"):
+    with pytest.raises(
+        EyasError, match="no config.json in 'nothing'.*python -m eyas drafter export"
+    ):
         serving_up(config, tmp_path / "nothing", tmp_path / "server")
 
 

@@ -61,8 +61,14 @@ def _as_in_this_notebook(next_command: str) -> str:
     return f", with {settings} as here" if settings else ""
 
 
+WITHOUT_SETTINGS = (
+    "data (?:list|rm)|doctor|drafter layer-ids|job|prompts (?:build|import)"
+    "|report (?:index|summary)|settings"
+)
+
+
 def takes_settings(command: str) -> bool:
     """Return whether a command of ours in a message takes `--profile` and `-p`."""
     return bool(
-        re.search("python -m eyas (?!data|doctor|index|job|prompts build|profile|summary)", command)
+        re.search(f"python -m eyas (?!{WITHOUT_SETTINGS})", command)
     ) and not command.endswith("--help")

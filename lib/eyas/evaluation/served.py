@@ -1,7 +1,7 @@
 """Compare what our decoding accepts with what the server accepts that serves the drafter.
 
-    python -m eyas serve-check --profile smoke    # after `decode`
-    python -m eyas serve-check -p serve_url http://host:port
+    python -m eyas evaluate served --profile smoke    # after `evaluate decode`
+    python -m eyas evaluate served -p serve_url http://host:port
 
 The first command exports the drafter and starts SGLang with it and, to compare texts and time,
 without it. The second one asks a server that you already run with the drafter; it starts nothing.
@@ -59,7 +59,7 @@ from eyas.server.serve import Server, check_dtype, serving_up
 from eyas.store.reader import Store
 
 OF_THE_SERVER = ("served.json", "served.parquet")
-DECODE_COMMAND = "python -m eyas decode"
+DECODE_COMMAND = "python -m eyas evaluate decode"
 
 
 @dataclass(frozen=True)
@@ -423,7 +423,7 @@ def round_trip(status: dict, drafter: Drafter) -> dict:
             f"the server feeds the drafter boundaries {list(boundaries)} (layer ids {ids})",
             f"{trained}, those it was trained on. It would be given states that it has never seen, "
             "without an error, and one wrong layer costs about 0.1 of acceptance length",
-            "python -m eyas export writes the ids that this SGLang needs",
+            "python -m eyas drafter export writes the ids that this SGLang needs",
         )
     return {"served": list(boundaries), "trained": trained, "ids": ids, "equal": True}
 
@@ -443,7 +443,7 @@ def same_settings(status: dict, config: Config) -> None:
         raise EyasError(
             f"the server drafts with {', '.join(found)}",
             ", ".join(expected),
-            f"python -m eyas decode, then this again, both with {' '.join(options)}",
+            f"python -m eyas evaluate decode, then this again, both with {' '.join(options)}",
         )
 
 

@@ -1,6 +1,6 @@
 """Predict how fast other draft settings would be on this machine.
 
-`python -m eyas decode` ends with the answer of this speed model:
+`python -m eyas evaluate decode` ends with the answer of this speed model:
 
     speed-up = tokens of a verify step * seconds of a plain step
                / (seconds of drafting + seconds of a verify step)

@@ -69,14 +69,14 @@ def check_servable(config: DrafterConfig, target: Target, engine: str = SGLANG) 
             f"{engine} cannot serve a drafter with norm_before_residual:"
             " its residual stream starts in front of the norm",
             "one without",
-            "python -m eyas export --to vllm",
+            "python -m eyas drafter export --to vllm",
         )
     if config.own_embedding and config.hidden_size == config.target_hidden_size:
         raise EyasError(
             f"{engine} cannot serve a drafter with an embedding of its own:"
             " it uses the target's in its place",
             "the target's",
-            "python -m eyas export --to vllm",
+            "python -m eyas drafter export --to vllm",
         )
     engine_ids(config.boundaries, architecture(target), target.n_blocks, engine)
 
@@ -96,7 +96,7 @@ def unservable(run: Config, drafter: Drafter, target: Target) -> EyasError | Non
             trust_remote_code=run.trust_remote_code,
         ).options()
         return EyasError(
-            error.found, error.expected, f"python -m eyas export --to vllm {which}".rstrip()
+            error.found, error.expected, f"python -m eyas drafter export --to vllm {which}".rstrip()
         )
     return None
 

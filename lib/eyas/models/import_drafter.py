@@ -117,7 +117,7 @@ def import_drafter(
     taken = EyasError(
         f"run {out.parent.name!r} has a drafter already",
         "a run without one",
-        "python -m eyas import-drafter FOLDER -p run_name ANOTHER",
+        "python -m eyas drafter import FOLDER -p run_name ANOTHER",
     )
     if not is_free(out):
         raise taken
@@ -237,7 +237,7 @@ def _config_file(folder: Path) -> dict:
         raise EyasError(
             f"no config.json in {folder.name!r}",
             "a drafter in SGLang's or speculators' layout",
-            "python -m eyas export --profile demo writes one of ours",
+            "python -m eyas drafter export --profile demo writes one of ours",
         )
     try:
         record = read_json(folder / "config.json")

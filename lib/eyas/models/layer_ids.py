@@ -92,7 +92,7 @@ def rule(engine: str, architecture: str) -> str:
         raise EyasError(
             f"layer ids of {engine} are not known",
             "one of " + ", ".join(ENGINES),
-            "python -m eyas export --table",
+            "python -m eyas drafter layer-ids",
         )
     for name, family in FAMILIES[engine].items():
         if architecture in family:
@@ -100,7 +100,7 @@ def rule(engine: str, architecture: str) -> str:
     raise EyasError(
         f"layer ids of {architecture} in {engine} are not known",
         "one of " + ", ".join(sorted(sum(FAMILIES[engine].values(), ()))),
-        "python -m eyas export --table",
+        "python -m eyas drafter layer-ids",
     )
 
 

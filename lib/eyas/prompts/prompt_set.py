@@ -165,10 +165,10 @@ def load_questions(path: Path) -> list[Conversation]:
         raise EyasError(
             f"no evaluation set {path}",
             f"'heldout', 'humaneval' or a JSONL file with {expected}",
-            "python -m eyas profile --explain",
+            "python -m eyas settings",
         )
     questions: dict[str, Conversation] = {}
-    for where, number, row in _lines(path, "python -m eyas profile --explain"):
+    for where, number, row in _lines(path, "python -m eyas settings"):
         if not isinstance(row, dict):
             raise EyasError(f"{where} is not an object", expected)
         defaults = {"id": f"line-{number}", "category": path.stem, "topic": ""}

@@ -213,7 +213,7 @@ def advice(problem: dict, again: str, log: str, settings: dict) -> str:
     memory = (
         f"memory ran out: this machine has {bytes_text(psutil.virtual_memory().total)}; close other programs"
         + (
-            f", or take less of {' or '.join(less)} (`python -m eyas profile` says what each does)"
+            f", or take less of {' or '.join(less)} (`python -m eyas settings` says what each does)"
             if less
             else ""
         )

@@ -86,7 +86,7 @@ def run_report(
         raise EyasError(
             f"no notebook declares the setting {', '.join(unknown)}",
             "a name in some notebook's parameters cell",
-            "python -m eyas profile --explain",
+            "python -m eyas settings",
         )
     for path in chosen:
         _check_kernelspec(path)

@@ -1,4 +1,4 @@
-"""What a run's run.json says, in words and numbers: for the index, for two runs side by side, and for people: `python -m eyas summary RUN`.
+"""What a run's run.json says, in words and numbers: for the index, for two runs side by side, and for people: `python -m eyas report summary RUN`.
 
 A run.json of an older version lacks fields, and one of a run that is going on or has failed has no headline. What is missing is left out.
 """

@@ -410,7 +410,7 @@ def _check_default(config: Config, trainings: _Trainings, n_blocks: int) -> None
         raise EyasError(
             f"the default's training failed: {first.problem() or first.record['state']}",
             "one to compare with",
-            f"see {notebook} in the run's folder; then python -m eyas sweep, which resumes",
+            f"see {notebook} in the run's folder; then python -m eyas study layers, which resumes",
         )
 
 
@@ -457,7 +457,7 @@ def load_study(config: Config) -> Study:
         raise EyasError(
             f"run {config.run_name!r} has no study of layers",
             "one that is finished",
-            "python -m eyas sweep",
+            "python -m eyas study layers",
         )
     tables = {name: read_parquet(folder / f"{name}.parquet") for name in TABLES}
     forward = tables["forward"]

@@ -1,6 +1,6 @@
 """Train many drafters from one store in parallel.
 
-    python -m eyas sweep --profile layers    # the trainings of notebook 06, half an hour on 2 cores
+    python -m eyas study layers --profile layers    # the trainings of notebook 06, half an hour on 2 cores
 
 Each training is a papermill run of one notebook with changed settings, on Ray. The same command
 resumes the sweep where it stopped.
@@ -119,7 +119,9 @@ class Member:
         """
         if not self.finished:
             raise EyasError(
-                f"the training with {self} is not finished", "one that is", "python -m eyas sweep"
+                f"the training with {self} is not finished",
+                "one that is",
+                "python -m eyas study layers",
             )
         return read_parquet(self.counts_path)
 
@@ -353,7 +355,7 @@ class Sweep:
                     raise EyasError(
                         f"Ray did not start in {STARTS} times 30 s",
                         "a machine with a core to spare",
-                        "python -m eyas sweep, when it is less busy",
+                        "python -m eyas study layers, when it is less busy",
                     ) from None
 
     def _shut_down(self, ray) -> None:
@@ -442,7 +444,7 @@ def keep(config: Config, counts: pd.DataFrame) -> Path:
         raise EyasError(
             "trainer, drafter or walk were edited while the sweep ran",
             "the code that it started with",
-            "python -m eyas sweep, which trains again what the new code changes",
+            "python -m eyas study layers, which trains again what the new code changes",
         )
     path = write_atomic(
         config.out_dir / "counts.parquet", lambda path: counts.to_parquet(path, index=False)

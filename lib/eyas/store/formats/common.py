@@ -79,7 +79,7 @@ def read_described(source: Path, path: Path) -> dict:
         raise EyasError(
             f"{source.name!r} has no {path.name}",
             "a folder of this format",
-            "python -m eyas store import --help",
+            "python -m eyas data import --help",
         ) from None
     except (OSError, ValueError) as error:
         raise torn(path, error) from None
@@ -118,7 +118,7 @@ def unpickled(path: Path, keys: tuple[str, ...]) -> dict:
         raise EyasError(
             f"{path.name} has no {', '.join(missing)}",
             ", ".join(keys),
-            "is it of another format? python -m eyas store import --help",
+            "is it of another format? python -m eyas data import --help",
         )
     return loaded
 

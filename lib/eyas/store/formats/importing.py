@@ -168,13 +168,13 @@ def _checked_boundaries(
         raise EyasError(
             f"no folder {str(source)!r}",
             "a folder of hidden states",
-            "python -m eyas store import --help",
+            "python -m eyas data import --help",
         )
     if heldout_every < 0:
         raise EyasError(
             f"--heldout-every {heldout_every}",
             "1 or more, or 0 for none",
-            "python -m eyas store import --help",
+            "python -m eyas data import --help",
         )
     boundaries = drafter_boundaries(config, target.n_blocks)
     if boundaries.feeding[-1] >= boundaries.last:

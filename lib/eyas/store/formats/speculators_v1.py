@@ -106,7 +106,7 @@ def write_speculators_v1(
             "generated_at": datetime.now(UTC).isoformat(),
             "speculators_version": None,
             "reproducibility": {
-                "command": f"eyas {__version__}: store export",
+                "command": f"eyas {__version__}: data export",
                 "gpu": None,
                 "package_versions": {
                     "torch": torch.__version__,
