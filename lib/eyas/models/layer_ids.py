@@ -1,6 +1,6 @@
 """Translate between our boundaries and the layer ids of other projects.
 
-    python -m eyas export --table   # every engine, version and family, with their default ids
+    python -m eyas drafter layer-ids   # every engine, version and family, with their default ids
 
 - `engine_ids` translates boundaries to ids, and `engine_boundaries` ids to boundaries.
 - Each rule was read in the engine's own source. SGLang's is tested against the installed one,

@@ -1,7 +1,7 @@
 """Other projects' files of hidden states, exported from a store and imported into one.
 
-    python -m eyas store export --to specforge --out FOLDER --profile demo
-    python -m eyas store import --from speculators-v1 FOLDER -p target FOLDER \\
+    python -m eyas data export --to specforge --out FOLDER --profile demo
+    python -m eyas data import --from speculators-v1 FOLDER -p target FOLDER \\
         -p boundaries '[3, 16, 28]' -p run_name NAME
 
     speculators-v1  speculators 0.3 and 0.4; last state before the final norm

@@ -1,6 +1,6 @@
 """Export a store to other projects' files.
 
-python -m eyas store export --to FORMAT --out FOLDER
+python -m eyas data export --to FORMAT --out FOLDER
 """
 
 from collections.abc import Iterator

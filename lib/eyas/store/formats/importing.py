@@ -1,6 +1,6 @@
 """Import other projects' hidden states into a store.
 
-python -m eyas store import --from FORMAT FOLDER
+python -m eyas data import --from FORMAT FOLDER
 """
 
 import time
@@ -106,7 +106,7 @@ def import_store(
         raise EyasError(
             f"{source.name!r} holds no file of {name}",
             "a folder of this format",
-            "python -m eyas store import --help",
+            "python -m eyas data import --help",
         )
     lengths, dtype = _lengths(reader)
     head = target.head()
