@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import quote
 
 from eyas.files import ROOT, data_dir
+from eyas.report.parameters import ANSWER
 
 _CSS = (Path(__file__).parent / "pages.css").read_text(encoding="utf-8")
 
@@ -93,6 +94,7 @@ def notebook_page(notebook, title: str, facts: str, banner: str) -> str:
         exclude_anchor_links=True,
     )
     _mark_headline(notebook)
+    _drop_answers(notebook)
     body, _ = exporter.from_notebook_node(notebook)
     body = _tidied(body)
     fold = (
@@ -141,6 +143,17 @@ def _mark_headline(notebook) -> None:
                 chosen.append(cell)
     for cell in chosen:
         cell.metadata["headline"] = True
+
+
+def _drop_answers(notebook) -> None:
+    """Drop the answer that stands under the parameters: a page opens with it anyway."""
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [
+                output
+                for output in cell.outputs
+                if not "".join(output.get("data", {}).get("text/html", "")).startswith(ANSWER)
+            ]
 
 
 def _tidied(html: str) -> str:

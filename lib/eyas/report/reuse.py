@@ -32,6 +32,7 @@ APART = (
     "jobs",
     "processes",
     "progress",
+    "report.parameters",  # the settings are compared by themselves
 )  # modules that say how far it is or what is wrong, and decide no result
 PACKAGES = ("torch", "transformers", "sglang", "numpy")
 ABSENT = "absent"
@@ -41,9 +42,16 @@ SHOWN = 3  # reasons that a line names
 class Work:
     """One notebook of a run: what it would be made from now, what its last run was made from. `folder` holds the executed notebooks of the run."""
 
-    def __init__(self, path: Path, parameters: dict[str, Any], folder: Path):
-        """`parameters`: all that the notebook declares, as resolved."""
+    def __init__(
+        self,
+        path: Path,
+        parameters: dict[str, Any],
+        folder: Path,
+        injected: dict[str, Any] | None = None,
+    ):
+        """`parameters`: all settings that the notebook reads, as resolved; `injected`: those that it gets."""
         self.path, self.parameters = path, parameters
+        self.injected = parameters if injected is None else injected
         self.config = Config.create(**parameters)
         self.output, self.made_path = (
             folder / f"{path.stem}.ipynb",

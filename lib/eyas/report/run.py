@@ -37,10 +37,10 @@ from eyas.report.notebook import (
     CELL_TIMEOUT_S,
     EXIT_RUNNER,
     advice,
-    declared_parameters,
     execute,
     place,
 )
+from eyas.report.parameters import injected_parameters, plain, resolved_settings, settings_read
 from eyas.report.reuse import Work, in_words
 
 NOTEBOOKS = ROOT / "notebooks"
@@ -77,15 +77,14 @@ def run_report(
             f"no notebook {', '.join(notebooks or asked)} in {folder.name}/",
             "one of " + ", ".join(p.stem for p in available),
         )
-    declared = {p.stem: declared_parameters(p) for p in available}
-    given = {**read_profile(profile), **overrides}
-    unknown = sorted(
-        set(given) - set().union(*declared.values()) - {"notebooks"}
-    )  # which is for this function
-    if unknown:
+    reads = {p.stem: settings_read(p) for p in available}
+    profile_values = read_profile(profile)
+    given = {**profile_values, **overrides}
+    unread = sorted(set(given) - set().union(*reads.values()) - {"notebooks"})  # read above
+    if unread:
         raise EyasError(
-            f"no notebook declares the setting {', '.join(unknown)}",
-            "a name in some notebook's parameters cell",
+            f"no notebook reads the setting {', '.join(unread)}",
+            "a setting that some notebook reads",
             "python -m eyas profile --explain",
         )
     for path in chosen:
@@ -121,7 +120,7 @@ def run_report(
                 p,
                 p in chosen,
                 earlier,
-                {n: settings[n] for n in given if n in declared[p.stem]},
+                {n: settings[n] for n in given if n in reads[p.stem]},
                 out,
             )
             for p in available
@@ -132,8 +131,9 @@ def run_report(
     works = [
         Work(
             p,
-            {n: plain(v) for n, v in declared[p.stem].items()} | records[p.stem]["parameters"],
+            resolved_settings(p, profile_values, overrides),
             work,
+            injected_parameters(p, profile, records[p.stem]["parameters"], set(overrides)),
         )
         for p in chosen
     ]
@@ -397,7 +397,7 @@ def _bring_up_to_date(
         record["return_code"], problem = execute(
             work.path,
             work.output,
-            record["parameters"],
+            work.injected,
             cell_timeout_s,
             lambda child: _wait(child, name, work.output, course),
             {"EYAS_SERVER_OWNER": _owner()},
@@ -736,10 +736,6 @@ def _machine() -> dict:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
     }
-
-
-def plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value  # papermill makes a string of a tuple
 
 
 def now() -> str:

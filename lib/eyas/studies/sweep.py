@@ -48,8 +48,9 @@ from eyas.files import (
 )
 from eyas.progress import Progress
 from eyas.report import pages
-from eyas.report.notebook import declared_parameters, execute
-from eyas.report.run import NOTEBOOKS, is_alive, now, plain, this_process, versions
+from eyas.report.notebook import execute
+from eyas.report.parameters import plain, settings_read
+from eyas.report.run import NOTEBOOKS, is_alive, now, this_process, versions
 
 NOTEBOOK = NOTEBOOKS / "sweep_training.ipynb"
 TMP_LETTERS = 14  # of a folder for Ray's sockets: their paths may have 107
@@ -131,7 +132,7 @@ class Sweep:
 
     def __init__(self, config: Config, store, notebook: Path = NOTEBOOK):
         self.config, self.store, self.path = config, store, notebook
-        self._declared = declared_parameters(notebook)
+        self._declared = sorted(settings_read(notebook))
         self._notebook_code = sha256_json(
             [
                 c["source"]
