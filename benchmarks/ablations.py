@@ -27,7 +27,7 @@ from eyas.intervals import difference_interval, interval_text, ratio_interval
 from eyas.models.drafter import load_drafter
 from eyas.models.target import target_of
 from eyas.store.reader import Store
-from eyas.training.trainer import SETTINGS, train
+from eyas.training.trainer import SETTINGS, Ablation, train
 
 sys.path.insert(0, str(Path(__file__).parent))
 from contestants import add_arguments, choose, length, load, part
@@ -75,8 +75,6 @@ BASE_SETTINGS = {  # plain EAGLE-3 as the papers have it, small, for many traini
     "learning_rate": 2.0e-3,
     "draft_steps": 3,
     "step_decay": 1.0,
-    "mask_shift": 1,
-    "loss_mean": "slots",
     "loss": "kl",
     "fc_norm": False,
     "norm_output": False,
@@ -165,6 +163,7 @@ def main() -> None:
         "draft_length": DRAFT_LENGTH,
         "seeds": args.seeds,
         "base": {name: getattr(config, name) for name in SETTINGS if name != "seed"}
+        | dataclasses.asdict(Ablation())
         | {"epochs": 1.0},
         "rows": rows,
     }
@@ -183,14 +182,18 @@ def main() -> None:
         )
 
 
+def prepare(values: dict, settings: dict) -> tuple[Config, Ablation]:
+    """Return the configuration and the ablation of a variant whose settings these are."""
+    of_ablation = {field.name for field in dataclasses.fields(Ablation)}
+    ablation = Ablation(**{k: v for k, v in settings.items() if k in of_ablation})
+    others = {k: v for k, v in settings.items() if k not in of_ablation | {"store_run"}}
+    return Config.create(**(values | others)), ablation
+
+
 def result(out: Path, values: dict, settings: dict, seed: int, ids: list[str]) -> pd.DataFrame:
     """Counts of the walk, one row a held-out sample: from its file, or by training in a data folder that is thrown away."""
-    config = Config.create(
-        **(
-            values
-            | {"epochs": 1.0, "seed": seed, "without_parity": True}
-            | {k: v for k, v in settings.items() if k != "store_run"}
-        )
+    config, ablation = prepare(
+        values | {"epochs": 1.0, "seed": seed, "without_parity": True}, settings
     )
     store, target = (
         Store.open(config.store_dir_of(settings.get("store_run", config.run_name))),
@@ -200,7 +203,8 @@ def result(out: Path, values: dict, settings: dict, seed: int, ids: list[str]) -
         "data": store.identity,
         "ids": sha256_json(sorted(ids)),
         "draft_length": DRAFT_LENGTH,
-        "settings": {k: str(getattr(config, k)) for k in SETTINGS},
+        "settings": {k: str(getattr(config, k)) for k in SETTINGS}
+        | {k: str(v) for k, v in dataclasses.asdict(ablation).items()},
     }
     path = out / f"{sha256_json(described)[:24]}.json"
     if path.is_file():
@@ -212,7 +216,9 @@ def result(out: Path, values: dict, settings: dict, seed: int, ids: list[str]) -
         os.environ["EYAS_DATA"] = folder
         try:
             torch.set_num_threads(config.threads)
-            drafter = load_drafter(train(config, part(store, ids), target), target)
+            drafter = load_drafter(
+                train(config, part(store, ids), target, ablation=ablation), target
+            )
         finally:
             os.environ.pop("EYAS_DATA") if before is None else os.environ.update(EYAS_DATA=before)
     train_s = time.perf_counter() - started_s

@@ -37,7 +37,7 @@ from eyas.store.reader import Planned, Rows
 from eyas.store.writer import StoreWriter
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from tiny import make_tiny_target
+from helpers.tiny import make_tiny_target
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from eyas.files import read_json, sha256_json, write_json
 from eyas.intervals import difference_interval, interval_text, ratio_interval
 from eyas.models.drafter import DraftCache, Drafter, DrafterConfig, ImportedConfig, load_drafter
 from eyas.models.vocab import DraftVocab
-from eyas.training.trainer import SETTINGS, train
+from eyas.training.trainer import SETTINGS, Ablation, train
 
 sys.path.insert(0, str(Path(__file__).parent))
 from contestants import PEERS, Contestant, Data, add_arguments, available, choose, length, load
@@ -244,7 +244,7 @@ def our_settings(config) -> dict:
         name: list(value) if isinstance(value := getattr(config, name), tuple) else value
         for name in SETTINGS
         if name not in ("seed", "learning_rate")
-    }
+    } | dataclasses.asdict(Ablation())
 
 
 def ours(config, data: Data) -> tuple[Drafter, float]:

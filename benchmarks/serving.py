@@ -104,7 +104,7 @@ def measure(
     """A row a round and number of parallel requests: seconds and output tokens of both, and what the drafting one's steps accepted."""
     rows = []
     for asker in askers.values():
-        asker.all(
+        asker.ask_all(
             prompts, max(parallels)
         )  # warm: prefixes cached, so that what is timed is decoding
     with Progress(rounds * len(parallels), "rounds") as progress:
@@ -114,7 +114,7 @@ def measure(
                 row = {"round": n, "parallel": parallel}
                 for name in list(askers)[:: 1 if (n + parallel) % 2 else -1]:
                     start = time.perf_counter()
-                    answers = askers[name].all(few, parallel)
+                    answers = askers[name].ask_all(few, parallel)
                     row[f"{name}_s"] = time.perf_counter() - start
                     row[f"{name}_tok"] = sum(len(a.output_ids) for a in answers)
                     row[f"{name}_steps"], row[f"{name}_accepted"] = (

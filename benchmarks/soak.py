@@ -28,7 +28,7 @@ from eyas.server.serve import need_servers, server_up
 from eyas.store.reader import Store
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from tiny import make_tiny_target
+from helpers.tiny import make_tiny_target
 
 WORDS = "the young eagle leaves its nest before it can hunt and someone has to teach it what the old bird knows".split()
 

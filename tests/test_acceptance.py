@@ -28,7 +28,7 @@ from eyas.evaluation.acceptance import (
     eval_prompts,
     fresh_steps,
     headline,
-    judged,
+    judged_first_choices,
     missed,
     misses,
     repeats,
@@ -36,8 +36,8 @@ from eyas.evaluation.acceptance import (
 from eyas.evaluation.decode import Step, Trace
 from eyas.intervals import ratio_interval
 from eyas.models.target import load_target
-from taught import make_prompts, teach
-from tiny import make_tiny_target
+from helpers.taught import make_prompts, teach
+from helpers.tiny import make_tiny_target
 
 BOUNDARIES = (1, 3, 6)
 
@@ -214,7 +214,7 @@ def test_calibration_by_hand():
             [-1, -1, 1], [1], confidence=[1.0, 0.0, 0.99]
         ),  # 1.0 no (the second choice was right), 0.99 no
     ]
-    rows = judged(Trace([], [], steps=steps))
+    rows = judged_first_choices(Trace([], [], steps=steps))
     assert rows.tolist() == [[0.61, 1], [0.95, 1], [0.4, 0], [0.69, 0], [1.0, 0], [0.99, 0]]
     found = calibration([rows[:4], rows[4:]], seed=0)
     bins = {b["low"]: b for b in found["bins"] if b["judged"]}
@@ -433,7 +433,7 @@ def test_prompt_lookup_over_a_known_text_is_what_decoding_with_it_accepts(
             )  # tokens of the text that the last step could be compared with
             if steps and steps[-1][1] >= before < steps[-1][0]:
                 steps, cut = steps[:-1], cut + 1
-            assert acceptance.looked_up(prompt, trace.tokens, 3) == (
+            assert acceptance.prompt_lookup_counts(prompt, trace.tokens, 3) == (
                 len(steps),
                 sum(accepted for _, accepted in steps),
             ), (len(prompt), n_tok)

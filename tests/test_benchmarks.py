@@ -10,8 +10,8 @@ from eyas.files import ROOT
 from eyas.intervals import difference_interval, ratio_interval
 from eyas.models.drafter import DraftCache, Drafter
 from eyas.store.reader import Rows, Store
-from stores import write_store
-from test_drafter import BOUNDARIES, SHAPE, make_drafter
+from helpers.drafters import BOUNDARIES, SHAPE, make_drafter
+from helpers.stores import write_store
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import contestants

@@ -17,9 +17,9 @@ from eyas.models.boundaries import Boundaries
 from eyas.models.drafter import FILE
 from eyas.models.target import load_target
 from eyas.store.reader import Store
-from faulty import FaultyServer
-from test_crashes import write_prompts
-from tiny import make_tiny_target
+from helpers.faulty import FaultyServer
+from helpers.prompts import write_prompts
+from helpers.tiny import make_tiny_target
 
 OWN = {28: [2, 14, 25], 36: [2, 18, 33]}  # blocks of the target: what feeds its drafter by default
 SIZES = ["-p", "plan_samples", "10", "-p", "plan_tok", "1000"]

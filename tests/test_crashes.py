@@ -28,8 +28,10 @@ from eyas.server.serve import Server, need_servers, server_up
 from eyas.store.reader import Store
 from eyas.store.summary import last_run
 from eyas.store.writer import StoreWriter
-from faulty import FaultyServer
-from tiny import make_tiny_target
+from helpers.faulty import FaultyServer
+from helpers.prompts import write_prompts
+from helpers.stores import bytes_of
+from helpers.tiny import make_tiny_target
 
 BOUNDARIES = (1, 2, 4)
 N_TRAIN, N_HELDOUT = 40, 8
@@ -45,31 +47,6 @@ def prompts(tmp_path_factory):
     return load_prompts(
         write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", N_TRAIN, N_HELDOUT)
     )
-
-
-def write_prompts(path, n_train: int, n_heldout: int):
-    words = "the young eagle leaves its nest before it can hunt and someone has to teach it what the old bird knows".split()
-    lines = []
-    for n in range(n_train + n_heldout):
-        ask, answer = (
-            " ".join(words[(n * 7 + i) % len(words)] for i in range(3 + n % 9)),
-            " ".join(words[(n * 3 + i) % len(words)] for i in range(4 + n % 13)),
-        )
-        split = "train" if n < n_train else "heldout"
-        lines.append(
-            {
-                "id": f"p{n:03d}",
-                "category": "chat",
-                "topic": f"{split}-{n % 5}",
-                "split": split,
-                "messages": [
-                    {"role": "user", "content": ask},
-                    {"role": "assistant", "content": answer},
-                ],
-            }
-        )
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 @pytest.fixture
@@ -123,14 +100,6 @@ def small_shards(monkeypatch):
             self, folder, manifest, head, 64 * 1024
         ),
     )
-
-
-def bytes_of(config) -> dict[str, bytes]:
-    return {
-        str(p.relative_to(config.store_dir)): p.read_bytes()
-        for p in sorted(config.store_dir.rglob("*"))
-        if p.is_file() and p.name not in ("data_config.json", "verification.json")
-    }
 
 
 @pytest.fixture

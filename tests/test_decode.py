@@ -25,8 +25,8 @@ from eyas.evaluation.decode import (
 from eyas.models.drafter import DraftCache, Drafter, DrafterConfig
 from eyas.models.target import load_target
 from eyas.models.vocab import DraftVocab
-from taught import make_prompts, teach
-from tiny import make_tiny_target
+from helpers.taught import make_prompts, teach
+from helpers.tiny import make_tiny_target
 
 BOUNDARIES = (1, 3, 6)  # 6 is boundary N: fine here, though SGLang could not serve it
 SETTINGS = [

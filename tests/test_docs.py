@@ -35,10 +35,11 @@ from eyas.errors import EyasError
 from eyas.evaluation import served
 from eyas.files import ROOT, read_json
 from eyas.models.drafter import read_record
+from eyas.models.target import load_target
 from eyas.server.serve import find_server
 from eyas.studies import boundaries as layers
-from test_sweep import FakeStore, made_counts, target  # noqa: F401, the last one a fixture
-from tiny import make_tiny_target
+from helpers.sweeps import FakeStore, made_counts
+from helpers.tiny import make_tiny_target
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -98,6 +99,13 @@ SMALLER = {
 
 
 # ---- reading the pages
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_target(
+        str(make_tiny_target(tmp_path_factory.mktemp("targets") / "tiny", n_blocks=8))
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -603,7 +611,8 @@ def test_fields(world):
         check_fields(page, f"{name}.parquet", columns(acceptance / f"{name}.parquet"))
     for path in sorted((ROOT / "reports").glob("*/run.json")):
         check_fields(page, "run.json", leaves(read_json(path)))
-    source = inspect.getsource(served.summarise) + inspect.getsource(served.check)
+    writers = (served.served_record, served._settings, served._position_of_both, served._both_sides)
+    source = "".join(map(inspect.getsource, (*writers, served.round_trip, served.check)))
     assert all(f'"{name}"' in source for name in documented(page, "served.json")[0])
     said = read_record(drafter)
     text = page.read_text()

@@ -10,8 +10,8 @@ import pytest
 from eyas import cli, doctor
 from eyas.doctor import Check
 from eyas.files import ROOT
-from test_prompts import CHATML, OPENS, STRIPS, THINKS
-from tiny import make_tiny_target
+from helpers.templates import CHATML, OPENS, STRIPS, THINKS
+from helpers.tiny import make_tiny_target
 
 GIB = 2**30
 

@@ -11,19 +11,28 @@ import eyas.training.trainer
 from eyas.cli import main
 from eyas.config import Config
 from eyas.models.drafter import read_record
+from eyas.models.target import load_target
 from eyas.training.trainer import Training
 from eyas.training.ttt import Losses
-from test_overwriting import equal, options, target, weights_of  # noqa: F401
-from test_train import write_store
+from helpers.runs import equal, options, weights_of
+from helpers.stores import write_random_store
+from helpers.tiny import make_tiny_target
 
 LENGTHS = [1.2, 1.7, 1.4]  # of the held-out evaluations, one an epoch: the second is the best
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_target(
+        str(make_tiny_target(tmp_path_factory.mktemp("targets") / "tiny", n_blocks=6))
+    )
 
 
 @pytest.fixture
 def trained(data, target, monkeypatch):  # noqa: F811
     """A finished run whose held-out acceptance is best after the second of three passes; gives its configuration."""
     config = Config.create(run_name="x", target=str(target.folder))
-    write_store(config.store_dir, target)
+    write_random_store(config.store_dir, target)
     said = iter(LENGTHS)
 
     def judge(self, keys):
@@ -112,7 +121,7 @@ def test_the_best_weights_are_one_setting_away(trained, target, capsys):  # noqa
 
 def test_weights_that_are_not_there_are_refused(data, target, capsys):  # noqa: F811
     config = Config.create(run_name="x", target=str(target.folder))
-    write_store(config.store_dir, target, n_samples=5)  # none is held out
+    write_random_store(config.store_dir, target, n_samples=5)  # none is held out
     assert main(["train", *options(target, "x")]) == 0
     assert "best at step" not in capsys.readouterr().out
     assert (
@@ -137,7 +146,7 @@ def test_weights_that_are_not_there_are_refused(data, target, capsys):  # noqa: 
 
 def test_a_training_that_stops_early_says_that_it_is_the_best(data, target, monkeypatch, capsys):  # noqa: F811
     config = Config.create(run_name="x", target=str(target.folder))
-    write_store(config.store_dir, target)
+    write_random_store(config.store_dir, target)
     said = iter([1.7, 1.4, 1.3, 1.9])
 
     def judge(self, keys):

@@ -15,10 +15,12 @@ from eyas.cli import main
 from eyas.config import Config
 from eyas.effects import READS
 from eyas.models.drafter import read_record
+from eyas.models.target import load_target
 from eyas.store.reader import Store
-from test_hygiene import FIELDS, imports_of, source_of
-from test_overwriting import equal, options, target, weights_of  # noqa: F401
-from test_train import write_store
+from helpers.runs import equal, options, weights_of
+from helpers.source import imports_of, source_of
+from helpers.stores import write_random_store
+from helpers.tiny import make_tiny_target
 
 STARTS = {  # command of the table -> function of eyas.cli
     "target": "_target",
@@ -44,6 +46,13 @@ STARTS = {  # command of the table -> function of eyas.cli
 }
 # Where one command's code also reaches what only another one does
 NOT_REACHED = {"server up": {"plan_blocks"}}  # of `server command`
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_target(
+        str(make_tiny_target(tmp_path_factory.mktemp("targets") / "tiny", n_blocks=6))
+    )
 
 
 @functools.cache
@@ -72,8 +81,8 @@ def named(text: str) -> frozenset[str]:
             r"(?<![.\w])(?:config|run|serving|self\.config|_config\(args\))\.([a-z_0-9]+)", text
         )
     )
-    found = names & set(FIELDS)
-    for name in names - set(FIELDS):
+    found = names & set(Config.__dataclass_fields__)
+    for name in names - set(Config.__dataclass_fields__):
         member = inspect.getattr_static(Config, name, None)
         member = member.fget if isinstance(member, property) else member
         if inspect.isfunction(member) and name not in ("options", "describe"):
@@ -145,7 +154,7 @@ class Reads:
         plain = Config.__getattribute__
 
         def read(config, name):
-            if name in FIELDS:
+            if name in Config.__dataclass_fields__:
                 caller = sys._getframe(1).f_code
                 if (
                     caller.co_name not in ("__post_init__", "need", "verified_tok")
@@ -158,7 +167,7 @@ class Reads:
 
 
 def test_what_commands_really_read_is_in_the_table(data, target, monkeypatch, capsys):  # noqa: F811
-    write_store(Config.create(run_name="x").store_dir, target)
+    write_random_store(Config.create(run_name="x").store_dir, target)
     questions = data / "questions.jsonl"
     questions.write_text(
         json.dumps(
@@ -212,7 +221,7 @@ def test_what_commands_really_read_is_in_the_table(data, target, monkeypatch, ca
 )
 def test_a_setting_without_effect_is_said_to_have_none(data, target, capsys, setting, value):  # noqa: F811
     """When a training starts, and when it goes on."""
-    write_store(Config.create(run_name="x").store_dir, target)
+    write_random_store(Config.create(run_name="x").store_dir, target)
     for _ in range(2):
         assert main(["train", *options(target, "x", **{setting: value})]) == 0
         said = capsys.readouterr().err
@@ -223,7 +232,7 @@ def test_a_setting_without_effect_is_said_to_have_none(data, target, capsys, set
 
 
 def test_a_setting_with_an_effect_is_not_said_to_have_none(data, target, capsys):  # noqa: F811
-    write_store(Config.create(run_name="x").store_dir, target)
+    write_random_store(Config.create(run_name="x").store_dir, target)
     for command in ("train", "walk", "export"):
         few = ["-p", "run_name", "x", "-p", "target", str(target.folder)]
         assert main([command, *(options(target, "x") if command == "train" else few)]) == 0
@@ -232,8 +241,10 @@ def test_a_setting_with_an_effect_is_not_said_to_have_none(data, target, capsys)
 
 def test_train_samples_and_heldout_samples_are_obeyed(data, target, capsys):  # noqa: F811
     """The training of a part is that of a store which has only that part; with as many as the store has, it is that of the whole store."""
-    write_store(Config.create(run_name="whole").store_dir, target, n_samples=12)  # heldout: s5, s11
-    write_store(
+    write_random_store(
+        Config.create(run_name="whole").store_dir, target, n_samples=12
+    )  # heldout: s5, s11
+    write_random_store(
         Config.create(run_name="part").store_dir, target, n_samples=8
     )  # the first 8 of them
     for run, settings in (("whole", {"train_samples": "7", "heldout_samples": "1"}), ("part", {})):

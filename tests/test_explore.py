@@ -9,28 +9,24 @@ import pytest
 import torch
 from bs4 import BeautifulSoup
 
-import test_train
 from eyas.doctor import BROWSERS
 from eyas.inspection.explore import TOK, lens, picker, some_boundaries
 from eyas.models.target import load_target
 from eyas.store.reader import Store
-from tiny import make_tiny_target
+from helpers.stores import write_random_store
+from helpers.tiny import make_tiny_target
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     return load_target(
-        str(
-            make_tiny_target(
-                tmp_path_factory.mktemp("targets") / "tiny", n_blocks=test_train.N_BLOCKS
-            )
-        )
+        str(make_tiny_target(tmp_path_factory.mktemp("targets") / "tiny", n_blocks=6))
     )
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory, target):
-    return Store.open(test_train.write_store(tmp_path_factory.mktemp("store") / "store", target))
+    return Store.open(write_random_store(tmp_path_factory.mktemp("store") / "store", target))
 
 
 def test_the_numbers_are_the_heads(store):

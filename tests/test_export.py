@@ -1,15 +1,11 @@
 """Layer ids against SGLang's own functions, exports against SGLang's own model, and drafter files with something wrong in them."""
 
 import ast
-import dataclasses
 import functools
-import importlib.util
 import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import List, Optional  # noqa: UP035  (SGLang's source names it)
@@ -25,8 +21,6 @@ from eyas.files import sha256_file
 from eyas.models.drafter import (
     DraftCache,
     Drafter,
-    DrafterConfig,
-    ImportedConfig,
     load_drafter,
     read_record,
 )
@@ -43,16 +37,14 @@ from eyas.models.layer_ids import (
     rule,
 )
 from eyas.models.target import load_target
-from eyas.models.vocab import DraftVocab
 from eyas.store.formats.speculators_v1 import SpeculatorsV1
-from test_formats import peer
-from tiny import make_tiny_target
+from helpers.peer import peer
+from helpers.random_drafters import BOUNDARIES, IMPORTED, LLAMA3, make_drafter
+from helpers.sglang_models import FAMILY_NAMES, SETTER, find_method, run_sglang, sglang_classes
+from helpers.tiny import make_tiny_target
 
 # ---- layer ids: the independent reference is SGLang's own source, run without its imports
 
-MODELS = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) / "srt" / "models"
-SETTER = "set_eagle3_layers_to_capture"
-FAMILY_NAMES = [name for family in FAMILIES[SGLANG].values() for name in family]
 NOT_IN_THE_TABLE = {  # of SGLang's classes that have the method
     "drafters": re.compile("NextN$|Eagle3?$|MTP$|Assistant"),
     "several media, or embeddings": re.compile(
@@ -62,47 +54,6 @@ NOT_IN_THE_TABLE = {  # of SGLang's classes that have the method
         "^(Gemma3ForCausalLM|IQuestCoder|LongcatFlash|Mellum|Ministral3|Sarvam|TeleFLM)"
     ),
 }
-
-
-@functools.cache
-def sglang_classes() -> tuple[dict, dict, dict]:
-    """Of every model file: classes (file, name) -> node, entry classes name -> file, names imported from other model files."""
-    classes, entries, imports = {}, {}, {}
-    for path in sorted(MODELS.glob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef):
-                classes[path.stem, node.name] = node
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
-                "sglang.srt.models."
-            ):
-                imports |= {
-                    (path.stem, a.asname or a.name): (node.module.rsplit(".", 1)[1], a.name)
-                    for a in node.names
-                }
-            elif (
-                isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "EntryClass"
-            ):
-                entries |= dict.fromkeys(
-                    [e.id for e in getattr(node.value, "elts", [node.value])], path.stem
-                )
-    return classes, entries, imports
-
-
-def find_method(file: str, owner: str, name: str = SETTER) -> ast.FunctionDef | None:
-    """The method of a class or of its nearest base that has one."""
-    classes, _, imports = sglang_classes()
-    place = (file, owner) if (file, owner) in classes else imports.get((file, owner))
-    if place not in classes:
-        return None
-    own = next(
-        (n for n in classes[place].body if isinstance(n, ast.FunctionDef) and n.name == name), None
-    )
-    return own or next(
-        filter(
-            None, (find_method(place[0], ast.unparse(base), name) for base in classes[place].bases)
-        ),
-        None,
-    )
 
 
 @functools.cache
@@ -298,21 +249,6 @@ def test_unservable_choices_are_said():
 
 # ---- exports
 
-BOUNDARIES = (2, 3, 4)
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-IMPORTED = {
-    "norm_before_fc": True,
-    "norm_before_residual": True,
-    "own_embedding": True,
-    "rope_scaling": LLAMA3,
-}
-
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
@@ -321,53 +257,9 @@ def target(tmp_path_factory):
     )
 
 
-def make_drafter(target, boundaries=BOUNDARIES, **switches) -> Drafter:
-    """Random, the norms too: a norm left at 1 would hide one that is forgotten."""
-    torch.manual_seed(4)
-    ids = torch.randperm(target.vocab_size)[:200].sort().values
-    config = DrafterConfig.from_target(target, boundaries, len(ids))
-    config = (ImportedConfig if {*switches} & {*IMPORTED} else DrafterConfig)(
-        **dataclasses.asdict(config) | switches
-    )
-    drafter = Drafter(config, DraftVocab(ids, target.vocab_size))
-    for name, weight in drafter.named_parameters():
-        weight.data.uniform_(0.5, 1.5) if "norm" in name else weight.data.normal_(
-            std=weight.shape[-1] ** -0.5
-        )
-    if not config.own_embedding:
-        drafter.embed_tokens.weight.data.copy_(target.embedding().float())
-    return drafter.eval()
-
-
 @pytest.fixture(scope="module")
 def drafter(target):
     return make_drafter(target)
-
-
-def run_sglang(
-    folder: Path, target, token_ids: torch.Tensor, states: torch.Tensor, tmp_path: Path
-) -> tuple[dict, dict]:
-    """What SGLang's own model gives for the export (tests/sglang_drafter.py), and which of its parameters the loader left alone."""
-    save_file(
-        {"embedding": target.embedding().float(), "token_ids": token_ids, "states": states},
-        tmp_path / "in.safetensors",
-    )
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("sglang_drafter.py")),
-        str(folder),
-        str(tmp_path / "in.safetensors"),
-        str(tmp_path / "out.safetensors"),
-    ]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "SGLANG_PLATFORM": "", "SGLANG_PLUGINS": ""},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return load_file(tmp_path / "out.safetensors"), json.loads(done.stdout.strip().splitlines()[-1])
 
 
 @pytest.mark.parametrize(

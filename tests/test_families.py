@@ -38,9 +38,9 @@ from eyas.server.serve import server_up, serving_up
 from eyas.store.reader import Store
 from eyas.training.trainer import train
 from eyas_capture.hooks import Capture, find_stack
-from taught import make_prompts, teach
-from test_export import FAMILY_NAMES, find_method, run_sglang, sglang_classes
-from tiny import make_tiny_target
+from helpers.sglang_models import FAMILY_NAMES, find_method, run_sglang, sglang_classes
+from helpers.taught import make_prompts, teach
+from helpers.tiny import make_tiny_target
 
 FAMILIES = ("Qwen3", "Qwen3Moe", "DeepseekV3")
 IDS = {

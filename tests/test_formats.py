@@ -4,7 +4,6 @@ import gzip
 import os
 import pickle
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +25,9 @@ from eyas.store.formats.norm_check import check_norm
 from eyas.store.reader import Rows, Store
 from eyas.store.writer import StoreWriter
 from eyas.training.trainer import train
-from stores import write_store
-from tiny import make_tiny_target
+from helpers.peer import peer
+from helpers.stores import write_store
+from helpers.tiny import make_tiny_target
 
 N, BOUNDARIES, N_SAMPLES = 4, (1, 2, 3), 25
 each_format = pytest.mark.parametrize("name", FORMATS)
@@ -768,27 +768,6 @@ def test_commands(data, target, store, tmp_path, capsys):
 
 
 # ---- their own readers, in their own environments (nothing of theirs is imported here)
-
-
-def peer(variable: str, install: str, code: str, *arguments: str):
-    """What the code leaves in `found`, run by the Python that the variable names, as torch tensors."""
-    python = os.environ.get(variable)
-    if not python:
-        # Goes when the peer can share an environment with this lock (speculators and specforge pin other versions of its packages).
-        pytest.skip(
-            f"{variable} names no Python; python3.11 -m venv PEER && PEER/bin/pip install {install}; {variable}=PEER/bin/python make test"
-        )
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
-        "HF_HUB_OFFLINE": "1"
-    }
-    done = subprocess.run(
-        [python, "-c", f"import sys, torch\n{code}\ntorch.save(found, sys.argv[1])", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return torch.load(arguments[0], weights_only=True)
 
 
 @pytest.mark.peer

@@ -12,7 +12,7 @@ from eyas.config import Config
 from eyas.models.drafter import DrafterConfig, initial_drafter, save_drafter
 from eyas.models.target import load_target
 from eyas.models.vocab import DraftVocab
-from tiny import make_tiny_target
+from helpers.tiny import make_tiny_target
 
 TREE = [
     "-p",

@@ -18,6 +18,7 @@ from eyas.files import ROOT
 from eyas.report.notebook import declared_parameters
 from eyas.report.parameters import settings_read
 from eyas.report.run import NOTEBOOKS
+from helpers.source import imports_of, source_of
 
 FIELDS = Config.__dataclass_fields__
 HEAD = ("**Question.**", "**Answer.**", "**Inputs.**", "**Outputs.**", "**Time.**", "**GPU.**")
@@ -175,28 +176,6 @@ def test_every_setting_used_is_known_to_be_read(path):
     )
 
 
-def source_of(module: str) -> Path:
-    return ROOT / "lib" / "eyas" / f"{module.replace('.', '/')}.py"
-
-
-def place(module: str, name: str) -> tuple[str, str | None]:
-    return (f"{module}.{name}", None) if source_of(f"{module}.{name}").is_file() else (module, name)
-
-
-def imports_of(tree: ast.Module) -> dict[str, tuple[str, str | None]]:
-    """Names of eyas that are imported somewhere in it: name -> (module, its name there; None: the module itself)."""
-    found = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("eyas."):
-            found |= {
-                a.asname or a.name: place(node.module.removeprefix("eyas."), a.name)
-                for a in node.names
-            }
-        elif isinstance(node, ast.ImportFrom) and node.module == "eyas":
-            found |= {a.asname or a.name: (a.name, None) for a in node.names}
-    return found
-
-
 def settings_of(source: str, owner: str = "config") -> set[str]:
     """Settings that `config.NAME` reads, also by way of Config's path properties (`drafter.config.NAME` is something else)."""
     names = set(re.findall(rf"(?<![.\w]){owner}\.([a-z_0-9]+)", source))
@@ -293,7 +272,7 @@ def test_every_command_that_is_named_exists():
             *(ROOT / "lib").rglob("*.py"),
             *(ROOT / "patches").rglob("*.py"),
             *(ROOT / "benchmarks").glob("*.py"),
-            *(ROOT / "tests").glob("*.py"),
+            *(ROOT / "tests").rglob("*.py"),
         ]
     ),
     ids=lambda p: p.name,

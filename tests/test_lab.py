@@ -15,8 +15,6 @@ import pytest
 import torch
 from jupyter_client.manager import start_new_kernel
 
-import test_crashes
-import test_train
 from eyas import jobs
 from eyas.capture.extract import extract
 from eyas.capture.verify import verify
@@ -33,8 +31,10 @@ from eyas.server.serve import need_servers
 from eyas.store.reader import Store
 from eyas.studies import boundaries as layers
 from eyas.training.trainer import train
-from faulty import FaultyServer
-from tiny import make_tiny_target
+from helpers.faulty import FaultyServer
+from helpers.prompts import write_prompts
+from helpers.stores import bytes_of, write_random_store
+from helpers.tiny import make_tiny_target
 
 TIMEOUT_S = 300.0
 
@@ -135,11 +135,7 @@ def lab(kernel, data):
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     return load_target(
-        str(
-            make_tiny_target(
-                tmp_path_factory.mktemp("targets") / "tiny", n_blocks=test_train.N_BLOCKS
-            )
-        )
+        str(make_tiny_target(tmp_path_factory.mktemp("targets") / "tiny", n_blocks=6))
     )
 
 
@@ -159,7 +155,7 @@ def tiny_settings(target, **values) -> dict:
 def capture(target, tmp_path, monkeypatch):
     """(server, prompts, config of run NAME): a server that takes a moment over each request, so that an interrupt comes in the middle."""
     server = FaultyServer(target, (2, 3, 6), tmp_path / "spool", lambda n: time.sleep(0.05) or "")
-    path = test_crashes.write_prompts(tmp_path / "prompts.jsonl", 40, 8)
+    path = write_prompts(tmp_path / "prompts.jsonl", 40, 8)
 
     def config(name: str) -> Config:
         return Config.create(
@@ -216,7 +212,7 @@ def test_a_missing_input_is_named_with_the_command_that_makes_it(
 def test_what_comes_after_the_store_is_asked_for_too(lab, target):
     kernel, data = lab
     config = Config.create(**tiny_settings(target))
-    test_train.write_store(config.store_dir, target)
+    write_random_store(config.store_dir, target)
     for name, said, next_command in (
         (
             "04_training",
@@ -266,7 +262,7 @@ def test_04_runs_where_its_store_is(lab, target):
     kernel, _ = lab
     values = tiny_settings(target, epochs=4.0, without_parity=True)
     config = Config.create(**values)
-    test_train.write_store(config.store_dir, target)
+    write_random_store(config.store_dir, target)
     outputs, error = kernel.notebook("04_training", **values)
     assert error is None, error
     assert "optimiser steps" in text_of(
@@ -309,7 +305,7 @@ def test_an_interrupted_extraction_leaves_a_whole_store_and_goes_on(lab, target,
     assert "asked 48 = extracted" in text_of(outputs) and "failed 0" in text_of(outputs)
     undisturbed = config_of("undisturbed")
     extract(undisturbed, need_servers(undisturbed), target, prompts)
-    assert test_crashes.bytes_of(config) == test_crashes.bytes_of(undisturbed)
+    assert bytes_of(config) == bytes_of(undisturbed)
 
 
 TRAIN = """
@@ -330,7 +326,7 @@ def to_train(target, data):
         values = tiny_settings(
             target, run_name=name, epochs=16.0, checkpoint_steps=5, without_parity=True
         )
-        test_train.write_store(Config.create(**values).store_dir, target)
+        write_random_store(Config.create(**values).store_dir, target)
         return values
 
     config = Config.create(**settings("undisturbed"))
@@ -541,7 +537,7 @@ def test_an_extraction_as_a_job_ends_with_the_same_store(data, target, capture, 
     jobs.follow(jobs.start(config, "extract"))
     assert "asked 48 = extracted" in capsys.readouterr().out
     extract(undisturbed, need_servers(undisturbed), target, prompts)
-    assert test_crashes.bytes_of(config) == test_crashes.bytes_of(undisturbed)
+    assert bytes_of(config) == bytes_of(undisturbed)
 
 
 # ---- what is saved

@@ -7,7 +7,7 @@ import torch
 
 from eyas.errors import EyasError
 from eyas.training.losses import ETA, LEAST, LOSSES, TINY, get_loss
-from test_formats import peer
+from helpers.peer import peer
 
 D, OUTSIDE = 13, 6  # draft vocabulary, and the tokens that only the target knows
 ONE_HOT = torch.eye(D, dtype=torch.float64)

@@ -11,7 +11,7 @@ from eyas.models.target import Head
 from eyas.models.vocab import count_tokens
 from eyas.store.mixture import Mixture
 from eyas.store.reader import Rows, Store
-from stores import write_store
+from helpers.stores import write_store
 
 H, V = 4, 50
 MANIFEST = {

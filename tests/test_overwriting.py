@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from eyas.cli import main
 from eyas.config import Config
@@ -16,11 +14,11 @@ from eyas.models.export import export_sglang, export_speculators
 from eyas.models.import_drafter import import_drafter
 from eyas.models.target import load_target
 from eyas.models.vocab import DraftVocab
-from test_train import write_store
-from tiny import make_tiny_target
+from helpers.runs import D, equal, options, weights_of
+from helpers.stores import write_random_store
+from helpers.tiny import make_tiny_target
 
 N_BLOCKS = 6
-D = 40
 
 
 @pytest.fixture(scope="module")
@@ -48,27 +46,11 @@ def their_drafter(target, seed: int = 4, **parts) -> Drafter:
     return drafter.eval()
 
 
-def options(target, run_name: str, **settings) -> list[str]:
-    values = {
-        "run_name": run_name,
-        "target": str(target.folder),
-        "boundaries": "2,3",
-        "threads": "1",
-        "draft_vocab_size": str(D),
-        "norm_output": "false",
-        "batch_tok": "64",
-        "epochs": "1.0",
-        "without_parity": "true",
-        **settings,
-    }
-    return [word for name, value in values.items() for word in ("-p", name, str(value))]
-
-
 @pytest.fixture
 def imported(data, target, tmp_path):
     """A run with a store and an imported drafter; gives its configuration."""
     config = Config.create(run_name="x", target=str(target.folder), boundaries=(2, 3))
-    write_store(config.store_dir, target)
+    write_random_store(config.store_dir, target)
     folder = export_sglang(their_drafter(target), target, tmp_path / "theirs")
     assert (
         main(
@@ -86,14 +68,6 @@ def imported(data, target, tmp_path):
         == 0
     )
     return config
-
-
-def weights_of(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(path)
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_training_does_not_replace_an_imported_drafter(imported, target, capsys):
@@ -165,7 +139,7 @@ def test_a_continued_training_learns(imported, target, capsys):
 
 def test_training_continues_the_drafter_of_another_run_which_stays(imported, target):
     mine = dataclasses.replace(imported, run_name="mine")
-    write_store(mine.store_dir, target)
+    write_random_store(mine.store_dir, target)
     before = (imported.drafter_dir / "drafter.safetensors").read_bytes()
     assert (
         main(["train", *options(target, "mine", initial_weights="drafter", drafter_run="x")]) == 0
@@ -200,7 +174,7 @@ def test_settings_that_the_continued_drafter_decides_are_refused_by_name(
 
 def test_what_cannot_be_continued_is_refused_by_name(data, target, tmp_path, capsys):
     config = Config.create(run_name="odd", target=str(target.folder))
-    write_store(config.store_dir, target)
+    write_random_store(config.store_dir, target)
     command = ["train", *options(target, "odd", initial_weights="drafter")]
     assert main(command) == 2 and "run 'odd' has no imported drafter" in capsys.readouterr().err
     theirs = export_speculators(
@@ -216,7 +190,7 @@ def test_what_cannot_be_continued_is_refused_by_name(data, target, tmp_path, cap
 def test_a_finished_drafter_is_not_replaced_by_one_of_other_settings(data, target, capsys):
     """Also where its checkpoints were removed to save room; the same training may be made again, with the same bytes."""
     config = Config.create(run_name="x", target=str(target.folder))
-    write_store(config.store_dir, target)
+    write_random_store(config.store_dir, target)
     assert main(["train", *options(target, "x")]) == 0
     path = config.drafter_dir / "drafter.safetensors"
     before = path.read_bytes()
@@ -233,7 +207,7 @@ def test_a_finished_drafter_is_not_replaced_by_one_of_other_settings(data, targe
 def test_the_export_of_another_drafter_is_kept(data, target, capsys):
     """The run's drafter was removed and trained anew: what may be served from the old export is still there."""
     config = Config.create(run_name="x", target=str(target.folder))
-    write_store(config.store_dir, target)
+    write_random_store(config.store_dir, target)
     run = ["-p", "run_name", "x", "-p", "target", str(target.folder)]
     assert main(["train", *options(target, "x")]) == 0
     for engine, folder in (("sglang", config.export_dir), ("vllm", config.export_dir / "vllm")):
@@ -258,7 +232,7 @@ def test_the_export_of_another_drafter_is_kept(data, target, capsys):
 
 def test_results_of_other_settings_or_another_drafter_are_kept(data, target, capsys):
     config = Config.create(run_name="x", target=str(target.folder))
-    write_store(config.store_dir, target)
+    write_random_store(config.store_dir, target)
     assert main(["train", *options(target, "x")]) == 0
     questions = data / "questions.jsonl"
     questions.write_text(

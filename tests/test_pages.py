@@ -162,17 +162,18 @@ def test_the_verdict_is_of_the_speed_most_like_serving():
         "identical_float32": True,
     }
     assert verdict.verdict(headline) == (
-        "Serve it at 1 and 4 requests at a time, no clear gain at 16 requests at a time: 1.50 times the tokens per second of the same server without it, at 1 request at a time, 95 % interval "
+        "With this drafter SGLang is 1.5× faster for one request at a time and 1.3× for four. At sixteen there is no clear gain. "
+        "Tokens per second divided by those of the same server without the drafter: 1.50 at 1 request at a time, 95 % interval "
         "1.45 to 1.55; 1.31 at 4, 95 % interval 1.20 to 1.55; 1.00 at 16, 95 % interval 0.95 to 1.05; served in bfloat16, 16 prompts, 6 rounds."
     )
     assert verdict.verdict(headline | {"identical_float32": False}).startswith(
-        "Don't serve it: its output is not the target's own greedy output (1.50 times the tokens"
+        "Don't serve it: its output is not the target's own greedy output (Tokens per second divided by those of the same server without the drafter: 1.50 at 1"
     )
     once = headline["served_throughput"] | {
         "at": [{"value": 1.5, "low": None, "high": None, "parallel": 1}]
     }
     assert verdict.verdict(headline | {"served_throughput": once}).startswith(
-        "Too few rounds for an answer: 1.50 times"
+        "Too few rounds for an answer for one request at a time. Tokens per second divided by those of the same server without the drafter: 1.50 at 1"
     )
     headline["served_throughput"] = None
     assert verdict.verdict(headline).startswith(

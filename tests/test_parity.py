@@ -39,7 +39,7 @@ from eyas.server.serve import server_up
 from eyas.store.certificate import certificate_path, need_certificate, read_certificate, verdict
 from eyas.store.reader import NormedHead, Store, content_hash
 from eyas.training.trainer import train
-from tiny import make_tiny_target
+from helpers.tiny import make_tiny_target
 
 CAUGHT_BY = {  # fault -> the test that has to catch it; others may too
     "boundary shifted by one, start": "boundary",

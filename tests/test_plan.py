@@ -18,9 +18,9 @@ from eyas.prompts.chat_template import encode
 from eyas.prompts.prompt_set import load_prompts
 from eyas.server.serve import started_ticks
 from eyas.store.reader import Rows
-from stores import write_store
-from test_crashes import write_prompts
-from tiny import make_tiny_target
+from helpers.prompts import write_prompts
+from helpers.stores import write_store
+from helpers.tiny import make_tiny_target
 
 
 def test_the_kimi_profile_says_the_numbers_of_its_story(capsys):

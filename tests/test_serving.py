@@ -27,8 +27,8 @@ from eyas.models.target import load_target
 from eyas.prompts.chat_template import encode
 from eyas.prompts.prompt_set import load_prompts
 from eyas.server.serve import SERVING_CHUNK_TOK, server_command, serving_up
-from taught import make_prompts, teach
-from tiny import make_tiny_target
+from helpers.taught import make_prompts, teach
+from helpers.tiny import make_tiny_target
 
 BOUNDARIES, NEW_TOK = (1, 3, 4), 30
 server = pytest.mark.server
@@ -39,14 +39,14 @@ server = pytest.mark.server
 
 @pytest.fixture(scope="module")
 def operations():
-    """What tests/sglang_eagle_ops.py found."""
+    """What tests/helpers/sglang_eagle_ops.py found."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "SGLANG_PLATFORM": "eyas_cpu",
     }
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "tests/sglang_eagle_ops.py"],
+        [sys.executable, "-W", "ignore", "tests/helpers/sglang_eagle_ops.py"],
         cwd=ROOT,
         env=environment,
         capture_output=True,

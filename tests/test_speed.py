@@ -18,12 +18,12 @@ from eyas.evaluation.speed import (
     model_speed,
     predict,
     replay,
+    speed_text,
     step_seconds,
-    verdict,
 )
 from eyas.models.target import load_target
-from taught import make_prompts, teach
-from tiny import make_tiny_target
+from helpers.taught import make_prompts, teach
+from helpers.tiny import make_tiny_target
 
 BOUNDARIES = (1, 3, 6)
 NEW_TOK = 24
@@ -201,14 +201,14 @@ def test_model_speed_writes_what_it_measured(data, target, drafter, prompts):
         first["verify_steps"].sum(),
         first["accepted"].sum(),
     )
-    assert "3 prompts" in verdict(record) and len(cost_table(record)) > 8
+    assert "3 prompts" in speed_text(record) and len(cost_table(record)) > 8
 
 
 @pytest.mark.parametrize(
     "low, high, said",
     [(1.1, 1.3, "Serve it"), (0.9, 1.1, "No clear gain"), (0.6, 0.7, "Don't serve it")],
 )
-def test_verdict(low, high, said):
+def test_speed_text(low, high, said):
     best = {
         "steps": 2,
         "topk": 1,
@@ -226,9 +226,9 @@ def test_verdict(low, high, said):
         dtype: {"measured": rows, "grid": [0] * 9, "best": best, "costs": {"spread": spread}}
         for dtype, rows, spread in (("float32", [own], 0.1), ("bfloat16", [own, best], 0.8))
     }
-    first, float32, bfloat16, busy = verdict({"settings": {"prompts": 4}, "dtypes": parts}).split(
-        "\n"
-    )
+    first, float32, bfloat16, busy = speed_text(
+        {"settings": {"prompts": 4}, "dtypes": parts}
+    ).split("\n")
     assert "scattered by 80%" in busy
     assert (
         first.startswith(f"{said} in bfloat16, ")

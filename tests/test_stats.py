@@ -16,7 +16,7 @@ from eyas.inspection import stats
 from eyas.models.target import Head
 from eyas.report import plots
 from eyas.store.reader import Rows
-from stores import write_store
+from helpers.stores import write_store
 
 HEAD = Head(torch.ones(2), torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]), 1e-6)  # V = 3
 IDS, MASK = torch.tensor([0, 1, 1, 2]), torch.tensor([False, False, True, True])

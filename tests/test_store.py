@@ -36,7 +36,7 @@ from eyas.store.reader import (
 )
 from eyas.store.summary import last_run, write_data_config
 from eyas.store.writer import StoreWriter
-from stores import write_store
+from helpers.stores import write_store
 
 H, BOUNDARIES = 16, (1, 3, 4)
 MANIFEST = {

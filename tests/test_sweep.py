@@ -14,7 +14,6 @@ import psutil
 import pytest
 import torch
 
-import stores
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.files import ROOT, read_json, write_json
@@ -37,7 +36,9 @@ from eyas.studies.boundaries import (
     stored_bytes,
 )
 from eyas.studies.sweep import Sweep, keep
-from tiny import make_tiny_target
+from helpers import stores
+from helpers.sweeps import FakeStore, made_counts
+from helpers.tiny import make_tiny_target
 
 N_BLOCKS, H = 8, 64
 
@@ -176,27 +177,6 @@ def test_foresight_finds_the_boundaries_that_tell_the_next_state():
 # ---- the numbers
 
 
-def made_counts(*rows) -> pd.DataFrame:
-    """(name, seed, accepted of each sample, verify steps of each sample)"""
-    frames = []
-    for name, seed, accepted, steps in rows:
-        ids = [f"s{i:02d}" for i in range(len(accepted))]
-        frames.append(
-            pd.DataFrame(
-                {
-                    "name": name,
-                    "seed": seed,
-                    "id": ids,
-                    "accepted": accepted,
-                    "verify_steps": steps,
-                    "reached_1": steps,
-                    "accepted_1": accepted,
-                }
-            ).sample(frac=1, random_state=seed)
-        )
-    return pd.concat(frames, ignore_index=True)
-
-
 def test_differences_are_paired_by_sample_and_pool_the_seeds_that_both_have():
     rng = np.random.default_rng(0)
     steps = rng.integers(10, 30, 40)
@@ -224,10 +204,6 @@ def test_differences_are_paired_by_sample_and_pool_the_seeds_that_both_have():
     assert (same["value"], same["low"], same["high"]) == (0, 0, 0)
     top, bottom = layers.pooled(counts, "2 4 5", [0, 1])
     assert (top == 2 * base + 1 + 2 * steps).all() and (bottom == 2 * steps).all()
-
-
-class FakeStore:
-    manifest = {"hidden_size": H, "dtype": "bfloat16"}
 
 
 def test_table_and_sentence(target):

@@ -15,7 +15,8 @@ from eyas.files import read_json, sha256_file, write_json
 from eyas.models import target as module
 from eyas.models.boundaries import check_boundaries, default_boundaries
 from eyas.models.target import EMBEDDED_MANIFEST, load_target
-from tiny import CHAT_TEMPLATE, make_tiny_target
+from helpers.errors import refused
+from helpers.tiny import CHAT_TEMPLATE, make_tiny_target
 
 
 @pytest.fixture(scope="session")
@@ -40,15 +41,6 @@ def hugging_face(folder):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def refused(function, *arguments) -> str:
-    """The EyasError's message; one with what was found, what was expected and what to type next."""
-    with pytest.raises(EyasError) as caught:
-        function(*arguments)
-    error = caught.value
-    assert error.found and error.expected and error.next_command and "\n" not in str(error)
-    return str(error)
 
 
 # --- the embedded target -------------------------------------------------------------------------------------------------

@@ -21,22 +21,22 @@ from safetensors.torch import load_file
 import eyas.training.attention
 import eyas.training.head_loss
 import eyas.training.trainer
-import stores
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.evaluation.offline import walk
 from eyas.files import code_version
 from eyas.models.drafter import load_drafter
 from eyas.models.target import Head, load_target
-from eyas.store.reader import Rows, Store
+from eyas.store.reader import Store
 from eyas.training.batch import pack
 from eyas.training.head_loss import Teacher
 from eyas.training.losses import LOSSES
 from eyas.training.schedule import deal, plan, schedule
 from eyas.training.trainer import Training, train
 from eyas.training.ttt import Losses, batch_loss, step_weights
-from test_drafter import BOUNDARIES, SHAPE, H, V, make_drafter, make_sample
-from tiny import make_tiny_target
+from helpers.drafters import BOUNDARIES, SHAPE, H, V, make_drafter, make_sample
+from helpers.stores import write_random_store
+from helpers.tiny import make_tiny_target
 
 # ---- the loss and its gradient: one slot, one step, one key at a time, full attention, from the definition
 
@@ -455,57 +455,9 @@ def target(tmp_path_factory):
     )
 
 
-def write_store(
-    folder: Path,
-    target,
-    boundaries=(2, 3, N_BLOCKS),
-    n_samples: int = 12,
-    bad: str = "",
-    empty: str = "",
-    seed: int = 0,
-    prefix: str = "s",
-    topics: dict[str, str] | None = None,
-    dtype: str = "bfloat16",
-) -> Path:
-    manifest = {
-        "target": {
-            "name": target.name,
-            "fingerprint": target.fingerprint,
-            "rms_norm_eps": target.rms_norm_eps,
-        },
-        "boundaries": list(boundaries),
-        "dtype": dtype,
-        "hidden_size": target.hidden_size,
-        "prompts": {"hash": None},
-    }
-    samples, g = [], torch.Generator().manual_seed(seed)
-    for i in range(n_samples):
-        length = int(torch.randint(12, 30, (1,), generator=g))
-        mask = torch.arange(length) >= length // 2
-        states = {
-            b: torch.randn(length, target.hidden_size, generator=g).bfloat16() for b in boundaries
-        }
-        if f"{prefix}{i}" == bad:
-            states[boundaries[0]][length // 2, 0] = math.nan
-        id = f"{prefix}{i}"
-        ids = torch.randint(0, 60, (length,), generator=g)
-        samples.append(
-            Rows(
-                id,
-                "heldout" if i % 6 == 5 else "train",
-                "chat",
-                ids,
-                mask & (id != empty),
-                states,
-                topic=(topics or {}).get(id, ""),
-            )
-        )
-    return stores.write_store(folder, manifest, target.head(), samples).folder
-
-
 @pytest.fixture
 def store(tmp_path, target):
-    return Store.open(write_store(tmp_path / "store", target))
+    return Store.open(write_random_store(tmp_path / "store", target))
 
 
 def config_for(**values) -> Config:
@@ -765,7 +717,7 @@ KILLS = {  # where, at which step, threads, and the checkpoints that are there t
 def killed(target, tmp_path_factory):
     """(data folder, store, config of a case's run): each of KILLS begun and killed, in a process of its own."""
     folder = tmp_path_factory.mktemp("killed")
-    store = Store.open(write_store(folder / "store", target))
+    store = Store.open(write_random_store(folder / "store", target))
     assert [epoch for epoch, _ in plan(lengths_of(store), 2.0, 64, 0)] == [0] * ENDS[0] + [1] * (
         ENDS[1] - ENDS[0]
     )
@@ -911,7 +863,7 @@ def test_checkpoint_of_something_else_is_refused(data, store, target, tmp_path):
     with pytest.raises(EyasError, match="another store"):
         train(
             config_for(epochs=1.0),
-            Store.open(write_store(tmp_path / "other", target, n_samples=11)),
+            Store.open(write_random_store(tmp_path / "other", target, n_samples=11)),
             target,
         )
     path = max((config_for().drafter_dir / "checkpoints").iterdir())
@@ -927,7 +879,9 @@ def test_bad_input_gets_one_line(data, store, target, tmp_path):
         train(config_for(draft_vocab_size=513), store, target)
     with pytest.raises(EyasError, match="no training sample"):
         train(
-            config_for(), Store.open(write_store(tmp_path / "empty", target, n_samples=0)), target
+            config_for(),
+            Store.open(write_random_store(tmp_path / "empty", target, n_samples=0)),
+            target,
         )
     other = load_target(
         str(make_tiny_target(tmp_path / "targets" / "other", n_blocks=N_BLOCKS, seed=1))
@@ -938,7 +892,7 @@ def test_bad_input_gets_one_line(data, store, target, tmp_path):
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_loss_that_is_not_finite_stops_and_names_the_sample(data, target, tmp_path, threads):
-    store = Store.open(write_store(tmp_path / "bad", target, bad="s3"))
+    store = Store.open(write_random_store(tmp_path / "bad", target, bad="s3"))
     with pytest.raises(EyasError, match=r"optimiser step \d+ is not finite; samples s3;"):
         train(config_for(threads=threads), store, target)
     assert not (config_for().drafter_dir / "drafter.safetensors").exists()
@@ -1018,7 +972,7 @@ def test_a_loss_that_jumps_stops_and_names_the_sample(data, store, target):
 
 
 def test_an_empty_mask_stops_and_names_the_sample(data, target, tmp_path):
-    folder = write_store(tmp_path / "empty", target, empty="s2")
+    folder = write_random_store(tmp_path / "empty", target, empty="s2")
     with pytest.raises(EyasError, match="the loss mask of 1 samples is zero everywhere: s2"):
         train(config_for(), Store.open(folder), target)
 
@@ -1028,7 +982,7 @@ def test_a_step_without_a_supervised_slot_stops_and_names_its_samples(data, targ
     with pytest.raises(EyasError, match=r"optimiser step \d+ has no supervised slot: samples s\d+"):
         train(
             config_for(draft_vocab_size=1, batch_tok=1, epochs=5.0),
-            Store.open(write_store(tmp_path / "some", target)),
+            Store.open(write_random_store(tmp_path / "some", target)),
             target,
         )
 
@@ -1117,7 +1071,7 @@ def test_which_errors_are_taken_for_memory(error, is_memory):
 
 def test_held_out_samples_are_judged_by_pass_tok(data, target, tmp_path):
     """Five of 12 to 29 tokens: in one pass, or in several of at most 40; what is judged is the same. A sample above the limit has a pass of its own."""
-    store, found = Store.open(write_store(tmp_path / "store", target, n_samples=30)), []
+    store, found = Store.open(write_random_store(tmp_path / "store", target, n_samples=30)), []
     lengths = {
         row.id: int(row.length)
         for row in store.index[store.index["split"] == "heldout"].itertuples()
@@ -1297,9 +1251,11 @@ def test_metrics_as_event_files(data, store, target):
 def test_a_mix_of_stores_trains_on_both_and_holds_out_by_topic(data, target, capsys):
     """The other store's samples count twice; those of a topic that is held out here are not trained on."""
     own = Store.open(
-        write_store(data / "runs" / "tiny" / "store", target, topics={"s5": "bees", "s11": "tides"})
+        write_random_store(
+            data / "runs" / "tiny" / "store", target, topics={"s5": "bees", "s11": "tides"}
+        )
     )
-    write_store(
+    write_random_store(
         data / "runs" / "more" / "store",
         target,
         n_samples=5,
@@ -1324,7 +1280,7 @@ def test_a_mix_of_stores_trains_on_both_and_holds_out_by_topic(data, target, cap
 def test_fp8_stores_train(data, target, tmp_path):
     folder = train(
         config_for(epochs=2.0),
-        Store.open(write_store(tmp_path / "fp8", target, dtype="float8_e4m3fn")),
+        Store.open(write_random_store(tmp_path / "fp8", target, dtype="float8_e4m3fn")),
         target,
     )
     assert pd.read_parquet(folder / "metrics.parquet")["loss"].notna().all()

@@ -39,8 +39,8 @@ from eyas.studies.server_settings import (
     tune,
     verdict,
 )
-from test_crashes import write_prompts
-from tiny import make_tiny_target
+from helpers.prompts import write_prompts
+from helpers.tiny import make_tiny_target
 
 # --- what decides
 

@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 import torch
 
-import stores
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.evaluation.acceptance import DRAFTER, SAMPLED, Acceptance, Prompt
@@ -28,8 +27,9 @@ from eyas.models.drafter import DraftCache, Drafter, DrafterConfig
 from eyas.models.target import Head, load_target
 from eyas.models.vocab import DraftVocab
 from eyas.store.reader import Rows, Store
-from taught import make_prompts, teach
-from tiny import make_tiny_target
+from helpers import stores
+from helpers.taught import make_prompts, teach
+from helpers.tiny import make_tiny_target
 
 BOUNDARIES = (1, 3, 4)
 HIDDEN, VOCAB, LENGTH = 16, 40, 3

@@ -8,8 +8,8 @@ from eyas import cli
 from eyas.files import read_json, write_json
 from eyas.models.target import load_target
 from eyas.models.weights import compare
-from test_target import refused
-from tiny import make_tiny_target
+from helpers.errors import refused
+from helpers.tiny import make_tiny_target
 
 BLOCK = "model.layers.3.mlp.down_proj.weight"
 

@@ -36,6 +36,18 @@ def _with_profile(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def _at_least_0(kind: type):
+    """Return a function that reads a number of this kind that is not negative."""
+
+    def number(text: str):
+        value = kind(text)
+        if not 0 <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text!r} is not 0 or more")
+        return value
+
+    return number
+
+
 def _profile(args) -> int:
     print(_config(args))
     return 0
@@ -48,7 +60,7 @@ def _server(args) -> int:
 
     config = _config(args)
     if args.action == "command":
-        print(serve.command_text(config))
+        print(serve.command_text(config, args.blocks))
         return 0
     if args.action == "up":
         server = serve.server_up(config, owner="hand")
@@ -261,9 +273,10 @@ def _extract(args) -> int:
 
 
 def _plan(args) -> int:
-    from eyas.capture.plan import make_plan
+    from eyas.capture.plan import Known, make_plan
 
-    print(make_plan(_config(args)))
+    known = Known(args.tok, args.samples, args.hidden_size, args.blocks, args.tok_per_s)
+    print(make_plan(_config(args), known))
     return 0
 
 
@@ -453,7 +466,7 @@ def _walk(args) -> int:
 
 def _decode(args) -> int:
     from eyas.evaluation.acceptance import eval_prompts, measure
-    from eyas.evaluation.speed import model_speed, verdict
+    from eyas.evaluation.speed import model_speed, speed_text
     from eyas.models.drafter import load_drafter
     from eyas.models.target import target_of
 
@@ -465,7 +478,7 @@ def _decode(args) -> int:
     )
     acceptance = measure(config, target, drafter, prompts)
     print(acceptance)
-    print(verdict(model_speed(config, target, drafter, prompts, acceptance)))
+    print(speed_text(model_speed(config, target, drafter, prompts, acceptance)))
     return 0
 
 
@@ -650,6 +663,13 @@ def build_parser() -> argparse.ArgumentParser:
         choices=("up", "wait", "status", "down", "command"),
         help="command: print what `up` would start, with its variables, and start nothing",
     )
+    server.add_argument(
+        "--blocks",
+        type=int,
+        default=0,
+        metavar="N",
+        help="command: number of blocks of a target that is not on this machine",
+    )
     _with_profile(server).set_defaults(run=_server)
 
     _with_profile(
@@ -710,9 +730,24 @@ def build_parser() -> argparse.ArgumentParser:
     )
     generate.set_defaults(run=_prompts_generate)
 
-    _with_profile(
+    plan = _with_profile(
         commands.add_parser("plan", help="bytes, files and time of an extraction, without a server")
-    ).set_defaults(run=_plan)
+    )
+    for option, kind, what in (
+        ("--tok", int, "tokens of all samples"),
+        ("--samples", int, "number of samples"),
+        ("--hidden-size", int, "hidden size of the target"),
+        ("--blocks", int, "number of blocks of the target"),
+        ("--tok-per-s", float, "rate of extraction, tokens per second"),
+    ):
+        plan.add_argument(
+            option,
+            type=_at_least_0(kind),
+            default=0,
+            metavar="N",
+            help=f"{what}, where it cannot be counted here",
+        )
+    plan.set_defaults(run=_plan)
 
     extract = _with_profile(
         commands.add_parser(

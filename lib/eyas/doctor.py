@@ -240,7 +240,7 @@ def check_dtype(text: dict, config: dict) -> Check:
     )
     detail = (
         f"{dtype or 'not said'}"
-        + f", weights quantised ({quantised}): states come as the server computes them, the drafter starts from what is not quantised"
+        + f", weights quantised ({quantised}): states come as the server computes them, {_start(quantised)}"
         * bool(quantised)
     )
     return Check(
@@ -250,6 +250,15 @@ def check_dtype(text: dict, config: dict) -> Check:
         if dtype in ("bfloat16", "float32")
         else f"{detail}; serve it with -p dtype bfloat16 or float32",
     )
+
+
+def _start(quantised: str) -> str:
+    """Return in words what a drafter of a quantised target starts from."""
+    from eyas.models.dense_weights import READ_METHODS
+
+    if quantised in READ_METHODS:
+        return "the drafter starts from the dequantised weights"
+    return "the drafter can't start from these: train with -p initial_weights random"
 
 
 def check_code(config: dict) -> Check:

@@ -1,4 +1,7 @@
-"""How much an extraction will write, how long it will take, and whether there is room: `python -m eyas plan --profile P`, without a server."""
+"""Plan an extraction: bytes, files, time, and whether the disk has room, without a server.
+
+`python -m eyas plan --profile P`
+"""
 
 import contextlib
 import math
@@ -18,8 +21,26 @@ SPARE_BYTES = 64 * 2**20  # index, head, and what a file system keeps for itself
 
 
 @dataclass(frozen=True)
+class Known:
+    """Hold what `plan` cannot count on this machine; 0: count it here.
+
+    `tok_per_s` is a measured rate of extraction; 0: the rate of this run's last extraction.
+    """
+
+    tok: int = 0
+    samples: int = 0
+    hidden_size: int = 0
+    blocks: int = 0
+    tok_per_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Plan:
-    """`tok_per_s` 0: nothing was measured yet. `states_bytes` are tokens x boundaries x hidden size x width; ids, masks and scales come on top in `bytes`."""
+    """Hold the figures of an extraction.
+
+    `tok_per_s` 0: nothing was measured yet. `states_bytes` is tokens x boundaries x hidden size x
+    width. `bytes` adds token ids, masks and scales.
+    """
 
     samples: int
     tok: int
@@ -58,9 +79,11 @@ class Plan:
         )
         return "\n".join(
             (
-                f"{self.samples:,} samples, {self.tok:,} tokens, boundaries {list(self.boundaries)}, hidden size {self.hidden_size:,}, {self.dtype}",
+                f"{self.samples:,} samples, {self.tok:,} tokens, "
+                f"boundaries {list(self.boundaries)}, hidden size {self.hidden_size:,}, {self.dtype}",
                 f"states  {bytes_text(self.states_bytes)} ({self.states_bytes:,} bytes)",
-                f"files   {self.shards:,} of {bytes_text(self.shard_bytes)}, {bytes_text(self.bytes)} with token ids and masks",
+                f"files   {self.shards:,} of {bytes_text(self.shard_bytes)}, "
+                f"{bytes_text(self.bytes)} with token ids and masks",
                 f"spool   at most {bytes_text(self.spool_bytes)} at any moment",
                 f"time    {time}",
             )
@@ -68,48 +91,63 @@ class Plan:
 
 
 def store_dtype(config: Config, computed: str) -> str:
-    """How states are stored that the server computes in `computed`."""
+    """Return the dtype in which states are stored that the server computes in `computed`."""
     return "float8_e4m3fn" if config.store_fp8 else computed
 
 
-def make_plan(config: Config) -> Plan:
-    """From the profile's prompt set and target as they lie here; `plan_*` settings stand in for what does not."""
-    n_blocks, hidden_size = config.plan_blocks, config.plan_hidden_size
-    if not (n_blocks and hidden_size):
+def make_plan(config: Config, known: Known | None = None) -> Plan:
+    """Return the plan for the profile's prompt set and target.
+
+    `known` gives the figures of what is not on this machine.
+    """
+    known = known or Known()
+    if known.blocks and known.hidden_size:
+        _check_sizes(config, known)
+        n_blocks, hidden_size = known.blocks, known.hidden_size
+    else:
         target = target_of(config)
         n_blocks, hidden_size = target.n_blocks, target.hidden_size
+    if known.samples and known.tok:
+        samples, tok = known.samples, known.tok
     else:
-        _check_sizes(config)
-    samples, tok = config.plan_samples, config.plan_tok
-    if not (samples and tok):
         lengths = _lengths(config)
         samples, tok = len(lengths), sum(lengths)
-    return planned(config, samples, tok, n_blocks, hidden_size, config.dtype)
+    return planned(config, samples, tok, n_blocks, hidden_size, config.dtype, known.tok_per_s)
 
 
-def _check_sizes(config: Config) -> None:
-    """Raise EyasError where plan_blocks or plan_hidden_size are not those of a target that is on this machine."""
+def _check_sizes(config: Config, known: Known) -> None:
+    """Raise EyasError where these are not the sizes of a target that is on this machine."""
     path = Path(config.target).expanduser() / "config.json"
     if not path.is_file():
         return
     text = read_json(path)
     text = text.get("text_config", text)
-    for setting, name in (
-        ("plan_blocks", "num_hidden_layers"),
-        ("plan_hidden_size", "hidden_size"),
+    for option, given, name in (
+        ("--blocks", known.blocks, "num_hidden_layers"),
+        ("--hidden-size", known.hidden_size, "hidden_size"),
     ):
-        planned_for = getattr(config, setting)
-        if planned_for != text.get(name, planned_for):
+        if given != text.get(name, given):
             raise EyasError(
-                f"{setting} = {planned_for}, and {path.parent.name} has {text[name]:,}",
-                "the size of the target, or 0 to take it from the target",
-                "-p plan_blocks 0 -p plan_hidden_size 0",
+                f"{option} {given:,}, and {path.parent.name} has {text[name]:,}",
+                "the size of the target, or neither --blocks nor --hidden-size",
+                "python -m eyas plan",
             )
 
 
 def planned(
-    config: Config, samples: int, tok: int, n_blocks: int, hidden_size: int, computed: str
+    config: Config,
+    samples: int,
+    tok: int,
+    n_blocks: int,
+    hidden_size: int,
+    computed: str,
+    tok_per_s: float = 0.0,
 ) -> Plan:
+    """Return the plan for so many samples and tokens.
+
+    `computed` is the dtype in which the server computes. `tok_per_s` 0 stands for the rate of
+    this run's last extraction.
+    """
     boundaries = boundaries_of(config, n_blocks).stored
     return Plan(
         samples,
@@ -119,14 +157,15 @@ def planned(
         store_dtype(config, computed),
         config.shard_mib * 2**20,
         int(config.spool_gib * 2**30),
-        config.plan_tok_per_s or last_run(config.store_dir).get("tok_per_s", 0.0),
+        tok_per_s or last_run(config.store_dir).get("tok_per_s", 0.0),
     )
 
 
 def check_room(plan: Plan, store: Path, spools: dict[Path, int], anyway: bool = False) -> None:
-    """EyasError with the numbers when what will lie on a disk does not fit; `anyway` says that somebody knows better.
+    """Raise EyasError with the numbers where a disk is too small, unless `anyway`.
 
-    `spools`: the most that waits in each. One that is not seen here lies on another machine; the client says so when the first file cannot be seen.
+    `spools`: the most bytes that wait in each folder. A folder that does not exist here is on
+    another machine. The client says so when it cannot see the first file.
     """
     disks: dict[int, tuple[list[str], Path, int]] = {}
     for name, folder, need in (
@@ -138,9 +177,12 @@ def check_room(plan: Plan, store: Path, spools: dict[Path, int], anyway: bool = 
     for names, folder, need in disks.values():
         if not anyway and free_bytes(folder) < need + SPARE_BYTES:
             raise EyasError(
-                f"the disk of the {' and '.join(dict.fromkeys(names))} has {bytes_text(free_bytes(folder))} free, {bytes_text(need)} will be written ({plan.samples:,} samples, {plan.tok:,} tokens)",
+                f"the disk of the {' and '.join(dict.fromkeys(names))} has "
+                f"{bytes_text(free_bytes(folder))} free, {bytes_text(need)} will be written "
+                f"({plan.samples:,} samples, {plan.tok:,} tokens)",
                 f"room for them and {bytes_text(SPARE_BYTES)} to spare",
-                "free some, set EYAS_DATA to a larger disk, ask for fewer samples (-p train_samples N), -p store_fp8 true, or --anyway",
+                "free some, set EYAS_DATA to a larger disk, ask for fewer samples "
+                "(-p train_samples N), -p store_fp8 true, or --anyway",
             )
 
 

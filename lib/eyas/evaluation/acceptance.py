@@ -1,23 +1,32 @@
-"""What real decoding accepts, what explains it, and how fast it is: the answer to "is this drafter worth serving?".
+"""Measure what real decoding accepts, what explains it, and how fast it is.
 
     python -m eyas decode --profile smoke        # about a minute on 2 cores, after `train`
     python -m eyas compare --profile demo -p compare_run other
 
-Counts (per prompt; every ratio and interval is made from them, last, in `summarise`):
-  verify steps    passes of the target over drafts; the prefill is not one
-  proposed[i]     verify steps that carried a draft at position i (1 is the first after the last token) which the output could use:
-                  a draft behind an accepted end-of-text token is not counted, nothing could follow there
-  reached[i]      of those, the steps in which a path of i - 1 drafts was accepted and a draft followed it (a tree may have none there)
-  accepted[i]     of those, the steps in which a draft at position i was accepted too
-`accepted / proposed` is the unconditional acceptance of a position, `accepted / reached` the conditional one, `accepted / verify steps` the survival.
-Acceptance length = (accepted + verify steps) / verify steps: it counts the bonus token, so 1.0 means that nothing was accepted.
-Only the output is cut at `max_new_tok`; the last verify step is counted whole, as the server counts it.
+Each prompt is counted by itself. Every ratio and interval is made from these counts, last, in
+`acceptance_record`:
+  verify steps    passes of the target over draft tokens; the prefill is not one
+  proposed[i]     verify steps with a draft token at position i (1 is the first after the last
+                  token) that the output could use. A draft token behind an accepted end-of-text
+                  token is not counted, because nothing can follow that token.
+  reached[i]      of those, the steps where i - 1 draft tokens were accepted and another one
+                  followed them (a tree may have none there)
+  accepted[i]     of those, the steps where the draft token at position i was accepted too
+`accepted / proposed` is the unconditional acceptance of a position, `accepted / reached` the
+conditional one, `accepted / verify steps` the survival.
+Acceptance length = (accepted + verify steps) / verify steps. It counts the bonus token, so 1.0
+means that nothing was accepted.
+Only the output is cut at `max_new_tok`. The last verify step is counted whole, as the server does.
 
 What may explain the figure:
-  repeats       a looping text is easy to draft. A verify step is *fresh* when the last two tokens before it had not stood side by side in the response: that
-                is known before anything is drafted, so it does not choose the steps by what they accept. All steps against the fresh ones, paired by prompt.
-  calibration   the drafter's first choice after each accepted node (and after the last committed token): its probability against how often it is accepted.
-  misses        verify steps that ended though a draft was there: what the target chose in its place, and whether the drafter could have said it.
+  repeats       A looping text is easy to draft. A verify step is *fresh* when the last two tokens
+                before it had not stood side by side in the response. That is known before anything
+                is drafted, so the choice of steps does not depend on what they accept. All steps
+                are compared with the fresh ones, paired by prompt.
+  calibration   The probability of the drafter's first choice, after each accepted node and after
+                the last committed token, against how often that choice is accepted.
+  misses        Verify steps that ended although a draft token existed: what the target chose
+                instead, and whether the draft vocabulary contains it.
 """
 
 import dataclasses
@@ -35,6 +44,7 @@ import torch
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.evaluation.decode import (
+    DraftMethod,
     EagleDraft,
     PromptLookup,
     Sampler,
@@ -63,8 +73,10 @@ from eyas.progress import Progress
 from eyas.prompts.chat_template import prompt_ids, repeated_bigrams
 from eyas.prompts.prompt_set import humaneval, load_prompts, load_questions
 
-BINS = 10  # of confidence, equally wide
+BINS = 10  # equally wide bins of the probability
 SHOWN_MISSES = 20
+
+# Files that stand on one decoding.
 OF_A_DECODING = (
     "acceptance.json",
     "acceptance.parquet",
@@ -73,20 +85,22 @@ OF_A_DECODING = (
     "offline.json",
     "served.json",
     "served.parquet",
-)  # what stands on one decoding
-PLAIN, DRAFTER, LOOKUP, RANDOM, SHUFFLED, SAMPLED = (
-    "no drafting",
-    "drafter",
-    "prompt-lookup n-grams",
-    "drafter, random weights",
-    "drafter, shuffled states",
-    "drafter, sampled",
 )
+
+# Names of the decoding methods in tables and files.
+PLAIN = "no drafting"
+DRAFTER = "drafter"
+LOOKUP = "prompt-lookup n-grams"
+RANDOM = "drafter, random weights"
+SHUFFLED = "drafter, shuffled states"
+SAMPLED = "drafter, sampled"
+
+Method = Callable[[list[int], int], Trace]  # prompt ids, most new tokens -> what was decoded
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is decoded: the token ids up to the assistant's turn."""
+    """Hold what is decoded: the token ids up to the assistant's turn."""
 
     id: str
     category: str
@@ -94,9 +108,10 @@ class Prompt:
 
 
 def eval_prompts(config: Config, target: Target) -> list[Prompt]:
-    """The first `decode_prompts` of the evaluation set. Held-out topics and HumanEval in a seeded order, one's own file in its own.
+    """Return the first `decode_prompts` prompts of the evaluation set.
 
-    EyasError: a file that is not there, or a line that is no conversation with a prompt.
+    Held-out topics and HumanEval come in a seeded order, a user's own file in the file's order.
+    Raise EyasError if a file is missing or a line is not a conversation with a prompt.
     """
     tokenizer = target.tokenizer()
     if config.eval_set == "heldout":
@@ -110,16 +125,20 @@ def eval_prompts(config: Config, target: Target) -> list[Prompt]:
         problems = humaneval()
         chosen = [problems[i] for i in order[: config.decode_prompts]]
     else:
-        chosen = load_questions(ROOT / config.eval_set)[
-            : config.decode_prompts
-        ]  # an absolute path stays as it is
+        questions = load_questions(ROOT / config.eval_set)  # an absolute path stays as it is
+        chosen = questions[: config.decode_prompts]
     return [Prompt(c.id, c.category, prompt_ids(list(c.messages), tokenizer, c.id)) for c in chosen]
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """`record` is acceptance.json (counts first, then ratios with intervals), `prompts` the table of counts, one row a prompt; `baselines` that of the
-    other methods, one row a method and prompt; `traces` what was decoded, by dtype and method."""
+    """Hold the result of `measure`.
+
+    record: acceptance.json; counts first, then ratios with intervals.
+    prompts: the table of counts, one row a prompt.
+    baselines: the counts of the other methods, one row a method and prompt.
+    traces: what was decoded, by dtype and method.
+    """
 
     record: dict
     prompts: pd.DataFrame
@@ -127,127 +146,216 @@ class Acceptance:
     traces: dict[str, dict[str, list[Trace]]] = field(repr=False)
 
     def __str__(self) -> str:
-        r = self.record
-        lines = [
-            headline(r),
-            *(
-                f"  position {p['position']}: accepted {interval_text(p['unconditional'])} of all, {interval_text(p['conditional'])} of those reached "
-                f"({p['accepted']} of {p['reached']} of {p['proposed']})"
-                for p in r["by_position"]
-            ),
-            f"speed ratio {interval_text(r['speed_ratio'])} in float32 (plain {r['counts']['greedy_s']:.1f} s, speculative {r['counts']['speculative_s']:.1f} s), "
-            f"{interval_text(r['speed_ratio_bfloat16'])} in bfloat16",
-            f"repeated bigrams {interval_text(r['repeated_bigrams'])}, target tokens outside the draft vocabulary {interval_text(r['outside_vocab'])}",
-            *(
-                f"{b['method']}: acceptance length {interval_text(b['acceptance_length'])}, speed ratio {interval_text(b['speed_ratio'])} ({b['prompts']} prompts)"
-                for b in r["baselines"]
-            ),
+        """Return the result in words: what `eyas decode` prints."""
+        record = self.record
+        lines = [headline(record)]
+        lines += [_position_line(position) for position in record["by_position"]]
+        lines += [
+            _speed_line(record),
+            f"repeated bigrams {interval_text(record['repeated_bigrams'])}, "
+            "target tokens outside the draft vocabulary "
+            f"{interval_text(record['outside_vocab'])}",
         ]
-        for dtype, check in r["identical_to_greedy"].items():
-            if check["prompts"]:
-                lines.append(
-                    f"output identical to greedy ({dtype}): {'yes' if not check['differing'] else 'no'} "
-                    f"({check['prompts'] - check['differing']} of {check['prompts']} prompts; {check['ties']} ties, {check['not_ties']} not ties)"
-                )
+        lines += [_method_line(method) for method in record["baselines"]]
+        lines += [
+            _identity_line(dtype, check)
+            for dtype, check in record["identical_to_greedy"].items()
+            if check["prompts"]
+        ]
         return "\n".join(lines)
 
 
+def _position_line(position: dict) -> str:
+    return (
+        f"  position {position['position']}: "
+        f"accepted {interval_text(position['unconditional'])} of all, "
+        f"{interval_text(position['conditional'])} of those reached "
+        f"({position['accepted']} of {position['reached']} of {position['proposed']})"
+    )
+
+
+def _speed_line(record: dict) -> str:
+    counts = record["counts"]
+    return (
+        f"speed ratio {interval_text(record['speed_ratio'])} in float32 "
+        f"(plain {counts['greedy_s']:.1f} s, speculative {counts['speculative_s']:.1f} s), "
+        f"{interval_text(record['speed_ratio_bfloat16'])} in bfloat16"
+    )
+
+
+def _method_line(method: dict) -> str:
+    return (
+        f"{method['method']}: acceptance length {interval_text(method['acceptance_length'])}, "
+        f"speed ratio {interval_text(method['speed_ratio'])} ({method['prompts']} prompts)"
+    )
+
+
+def _identity_line(dtype: str, check: dict) -> str:
+    identical = "no" if check["differing"] else "yes"
+    return (
+        f"output identical to greedy ({dtype}): {identical} "
+        f"({check['prompts'] - check['differing']} of {check['prompts']} prompts; "
+        f"{check['ties']} ties, {check['not_ties']} not ties)"
+    )
+
+
 def headline(record: dict) -> str:
-    """acceptance.json in one sentence, and a warning where repeats explain it."""
-    settings, repeats = record["settings"], record["repeats"]
-    tree = (
-        ""
-        if settings["speculative_eagle_topk"] == 1
-        else f", top-k {settings['speculative_eagle_topk']}, {settings['speculative_num_draft_tokens']} tokens verified"
-    )
-    lookup = record.get("prompt_lookup")  # not in records of before
-    free = (
-        f"\nprompt-lookup n-grams, which cost nothing, over the same texts: {interval_text(lookup['acceptance_length'])}; drafter minus n-grams {interval_text(lookup['difference'])}"
-        if lookup
-        else ""
-    )
-    text = (
-        f"acceptance length {interval_text(record['acceptance_length'])} (bonus token included), {interval_text(record['accepted_per_step'])} accepted drafts a verify step: "
-        f"{record['counts']['prompts']} prompts of {Path(settings['eval_set']).name}, {settings['speculative_num_steps']} draft steps{tree}, "
-        + ("greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']:g}")
-    )
-    return text + free + (f"\nWARNING: {repeats['warning']}" if repeats["warning"] else "")
+    """Return acceptance.json in one sentence, and a warning where repeats explain it."""
+    settings = record["settings"]
+    tree = ""
+    if settings["speculative_eagle_topk"] != 1:
+        tree = (
+            f", top-k {settings['speculative_eagle_topk']}, "
+            f"{settings['speculative_num_draft_tokens']} tokens verified"
+        )
+    temperature = settings["temperature"]
+    sampling = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    lines = [
+        f"acceptance length {interval_text(record['acceptance_length'])} (bonus token included), "
+        f"{interval_text(record['accepted_per_step'])} accepted drafts a verify step: "
+        f"{record['counts']['prompts']} prompts of {Path(settings['eval_set']).name}, "
+        f"{settings['speculative_num_steps']} draft steps{tree}, {sampling}"
+    ]
+    lookup = record.get("prompt_lookup")  # older records do not have it
+    if lookup:
+        lines.append(
+            "prompt-lookup n-grams, which cost nothing, over the same texts: "
+            f"{interval_text(lookup['acceptance_length'])}; "
+            f"drafter minus n-grams {interval_text(lookup['difference'])}"
+        )
+    if record["repeats"]["warning"]:
+        lines.append(f"WARNING: {record['repeats']['warning']}")
+    return "\n".join(lines)
+
+
+# ---- measuring
 
 
 def measure(config: Config, target: Target, drafter: Drafter, prompts: list[Prompt]) -> Acceptance:
-    """Decode each prompt plainly and speculatively, in float32 for the counts and the speed, some again in bfloat16; the first `baseline_prompts` with the baselines too.
+    """Decode each prompt with and without the drafter, and count what is accepted.
 
-    The methods follow each other directly on each prompt, in changing order, after one warm-up, so that a busy machine disturbs all of them.
-    Writes acceptance.parquet, baselines.parquet and, last, acceptance.json into the run's acceptance folder.
-    EyasError: no prompts; a prompt that does not fit into the context together with its response.
+    float32 gives the counts and the speed. The first `check_bf16_prompts` are decoded again in
+    bfloat16, the first `baseline_prompts` with the baselines too.
+    Write acceptance.parquet, baselines.parquet and, last, acceptance.json into the run's
+    acceptance folder.
+    Raise EyasError if there are no prompts, or if a prompt and its response exceed the context.
     """
+    _check_prompts(config, target, prompts)
+    torch.set_num_threads(config.threads)
+    drafter = drafter.to(config.device).eval()
+    traces = _decode_float32(config, target, drafter, prompts)
+    bfloat16_traces = _decode_bfloat16(config, target, drafter, prompts)
+
+    table = _prompt_table(config, drafter, prompts, traces)
+    baseline_table = _baseline_table(prompts[: config.baseline_prompts], traces)
+    record = acceptance_record(config, target, drafter, table)
+    first_choices = [judged_first_choices(trace) for trace in traces[DRAFTER]]
+    record["calibration"] = calibration(first_choices, config.seed)
+    record["misses"] = misses(traces[DRAFTER], drafter, target.tokenizer())
+    record["baselines"] = compare_methods(baseline_table, config.seed)
+    record["prompt_lookup"] = None
+    if config.temperature == 0:  # a sampled text is not the one that prompt-lookup is counted over
+        record["prompt_lookup"] = prompt_lookup_baseline(config, table, prompts, traces[PLAIN])
+    record["speed_ratio_bfloat16"] = _bfloat16_speed(bfloat16_traces, config.seed)
+    record["identical_to_greedy"] = {
+        "float32": _identity(config, prompts, traces),
+        "bfloat16": _identity(config, prompts, bfloat16_traces),
+    }
+
+    keep_earlier(config.acceptance_dir, OF_A_DECODING, record)
+    write_atomic(config.acceptance_dir / "acceptance.parquet", table.to_parquet)
+    write_atomic(config.acceptance_dir / "baselines.parquet", baseline_table.to_parquet)
+    write_json(config.acceptance_dir / "acceptance.json", record)
+    return Acceptance(
+        record, table, baseline_table, {"float32": traces, "bfloat16": bfloat16_traces}
+    )
+
+
+def _check_prompts(config: Config, target: Target, prompts: list[Prompt]) -> None:
+    """Raise EyasError if there are no prompts, or if one exceeds the context with its response."""
     if not prompts:
         raise EyasError(
             "no prompts to decode",
             "at least one of the evaluation set",
             "python -m eyas prompts show",
         )
+    room_tok = target.context_tok - config.decode_new_tok - config.verified_tok
     for prompt in prompts:
-        room = target.context_tok - config.decode_new_tok - config.verified_tok
-        if len(prompt.input_ids) > room:
+        if len(prompt.input_ids) > room_tok:
             raise EyasError(
                 f"the prompt of {prompt.id} has {len(prompt.input_ids)} tokens",
-                f"at most {room}: context, less new tokens and drafts",
+                f"at most {room_tok}: context, less new tokens and drafts",
             )
-    torch.set_num_threads(config.threads)
-    drafter = drafter.to(config.device).eval()
+
+
+def _decode_float32(
+    config: Config, target: Target, drafter: Drafter, prompts: list[Prompt]
+) -> dict[str, list[Trace]]:
     model = load_model(target, torch.float32, config.device)
-    traces = decode_all(
-        methods(config, model, drafter) | baselines(config, target, model, drafter),
-        prompts,
-        config,
-        "float32",
-    )
+    decoders = methods(config, model, drafter) | baselines(config, target, model, drafter)
+    return decode_all(decoders, prompts, config, "float32")
+
+
+def _decode_bfloat16(
+    config: Config, target: Target, drafter: Drafter, prompts: list[Prompt]
+) -> dict[str, list[Trace]]:
     model = load_model(target, torch.bfloat16, config.device)
-    again = decode_all(
-        methods(config, model, drafter), prompts[: config.check_bf16_prompts], config, "bfloat16"
-    )
-    pairs = list(zip(traces[PLAIN], traces[DRAFTER]))
-    table = pd.DataFrame(
-        [_count(config, drafter, prompt, *pair) for prompt, pair in zip(prompts, pairs)]
-    )
-    few = prompts[: config.baseline_prompts]
-    others = pd.DataFrame(
+    chosen = prompts[: config.check_bf16_prompts]
+    return decode_all(methods(config, model, drafter), chosen, config, "bfloat16")
+
+
+def _prompt_table(
+    config: Config, drafter: Drafter, prompts: list[Prompt], traces: dict[str, list[Trace]]
+) -> pd.DataFrame:
+    """Return acceptance.parquet: one row of counts a prompt."""
+    return pd.DataFrame(
         [
-            _baseline_row(name, *row)
-            for name in traces
-            for row in zip(few, traces[PLAIN], traces[name])
+            _count(config, drafter, prompt, plain, speculative)
+            for prompt, plain, speculative in zip(prompts, traces[PLAIN], traces[DRAFTER])
         ]
     )
-    record = summarise(config, target, drafter, table)
-    record["calibration"] = calibration([judged(trace) for trace in traces[DRAFTER]], config.seed)
-    record["misses"] = misses(traces[DRAFTER], drafter, target.tokenizer())
-    record["baselines"] = compare_methods(others, config.seed)
-    record["prompt_lookup"] = (
-        free_baseline(config, table, prompts, traces[PLAIN]) if config.temperature == 0 else None
-    )  # drawn texts are others
-    # Verifying several tokens costs a CPU nearly as much as one in bfloat16 and about twice as much in float32, so both ratios are shown.
-    timed = [
-        (_seconds_for(plain, speculative), speculative.seconds)
-        for plain, speculative in zip(again[PLAIN], again[DRAFTER])
+
+
+def _baseline_table(prompts: list[Prompt], traces: dict[str, list[Trace]]) -> pd.DataFrame:
+    """Return baselines.parquet: one row of counts a method and prompt."""
+    return pd.DataFrame(
+        [
+            _baseline_row(method, prompt, plain, trace)
+            for method in traces
+            for prompt, plain, trace in zip(prompts, traces[PLAIN], traces[method])
+        ]
+    )
+
+
+def _bfloat16_speed(traces: dict[str, list[Trace]], seed: int) -> dict:
+    """Return the speed ratio in bfloat16, with the number of prompts.
+
+    In bfloat16 a CPU verifies several tokens in nearly the time of one, in float32 in about twice
+    that time. Therefore both ratios are shown.
+    """
+    speculative_s = [trace.seconds for trace in traces[DRAFTER]]
+    plain_s = [
+        _plain_seconds(plain, speculative)
+        for plain, speculative in zip(traces[PLAIN], traces[DRAFTER])
     ]
-    record["speed_ratio_bfloat16"] = ratio_interval(
-        [t[0] for t in timed], [t[1] for t in timed], config.seed
-    ).as_dict() | {"prompts": len(timed)}
-    drawn = config.temperature > 0  # then nothing has to be identical
-    record["identical_to_greedy"] = {
-        "float32": _compare(prompts, [] if drawn else pairs),
-        "bfloat16": _compare(prompts, [] if drawn else list(zip(again[PLAIN], again[DRAFTER]))),
-    }
-    keep_earlier(config.acceptance_dir, OF_A_DECODING, record)
-    write_atomic(config.acceptance_dir / "acceptance.parquet", table.to_parquet)
-    write_atomic(config.acceptance_dir / "baselines.parquet", others.to_parquet)
-    write_json(config.acceptance_dir / "acceptance.json", record)
-    return Acceptance(record, table, others, {"float32": traces, "bfloat16": again})
+    ratio = ratio_interval(plain_s, speculative_s, seed)
+    return ratio.as_dict() | {"prompts": len(speculative_s)}
+
+
+def _identity(config: Config, prompts: list[Prompt], traces: dict[str, list[Trace]]) -> dict:
+    """Compare speculative with plain output. Sampled output does not have to be identical."""
+    pairs = [] if config.temperature > 0 else list(zip(traces[PLAIN], traces[DRAFTER]))
+    return _compare(prompts, pairs)
+
+
+# ---- which drafter, and results of another one
 
 
 def judged_file(config: Config) -> dict:
-    """Return which drafter is judged, as results say it: its run, which weights, and the hash of their file (None where it is in memory only)."""
+    """Return which drafter is judged: its run, which weights, and the hash of their file.
+
+    The hash is None for a drafter that exists in memory only.
+    """
     path = config.judged.drafter_dir / config.drafter_file
     return {
         "drafter_run": config.judged.run_name,
@@ -257,100 +365,114 @@ def judged_file(config: Config) -> dict:
 
 
 def keep_earlier(folder: Path, names: tuple[str, ...], record: dict) -> None:
-    """Keep results of another drafter or of other settings apart, before new ones take their place. `names`: JSON with settings first, then what belongs to it."""
+    """Set results of another drafter or of other settings aside before new ones replace them.
+
+    `names`: first a JSON file with settings, then the files that belong to it.
+    """
     path = folder / names[0]
     if not path.is_file():
         return
     try:
-        earlier = read_json(path)
-        was, n_was = earlier["settings"], _judged_count(earlier)
+        earlier_record = read_json(path)
+        earlier = earlier_record["settings"]
+        earlier_count = _judged_count(earlier_record)
     except (ValueError, KeyError, TypeError):
         return  # torn, or not a result
-    now = json.loads(json.dumps(record["settings"]))
-    apart = [
-        f"{name} {was[name]}, now {now[name]}"
-        for name in now
-        if name in was and was[name] != now[name]
+    current = json.loads(json.dumps(record["settings"]))
+    changes = [
+        f"{name} {earlier[name]}, now {current[name]}"
+        for name in current
+        if name in earlier and earlier[name] != current[name]
     ]
-    if n_was != _judged_count(record):
-        apart.append(f"{n_was} judged, now {_judged_count(record)}")
-    if apart:
-        set_aside(folder, names, f"{names[0]} was of {'; '.join(apart)}")
+    if earlier_count != _judged_count(record):
+        changes.append(f"{earlier_count} judged, now {_judged_count(record)}")
+    if changes:
+        set_aside(folder, names, f"{names[0]} was of {'; '.join(changes)}")
 
 
 def _judged_count(record: dict) -> int | None:
-    """Return how many prompts or samples a result is over."""
+    """Return how many prompts or samples a result counts."""
     counts = record.get("counts", {})
     return counts.get("prompts", counts.get("samples"))
 
 
-Method = Callable[[list[int], int], Trace]  # prompt, most new tokens -> what was decoded
+# ---- decoding
 
 
 def methods(config: Config, model, drafter: Drafter) -> dict[str, Method]:
-    """Plain decoding, and the drafter with the profile's settings."""
-    method = EagleDraft(
+    """Return plain decoding, and decoding with the drafter and the profile's settings."""
+    draft = EagleDraft(
         drafter,
         config.speculative_num_steps,
         config.speculative_eagle_topk,
         config.speculative_num_draft_tokens,
         config.speculative_use_rejection_sampling,
     )
-    return {
-        PLAIN: lambda prompt, n_tok: greedy_decode(model, prompt, n_tok),
-        DRAFTER: lambda prompt, n_tok: speculative_decode(
-            model, method, prompt, n_tok, config.temperature, config.seed
-        ),
-    }
+
+    def decode_plain(prompt: list[int], n_tok: int) -> Trace:
+        return greedy_decode(model, prompt, n_tok)
+
+    def decode_with_drafter(prompt: list[int], n_tok: int) -> Trace:
+        return speculative_decode(model, draft, prompt, n_tok, config.temperature, config.seed)
+
+    return {PLAIN: decode_plain, DRAFTER: decode_with_drafter}
 
 
 def baselines(config: Config, target: Target, model, drafter: Drafter) -> dict[str, Method]:
-    """What the drafter has to beat, and what it must fall to without its states; and the drafter in sampled decoding, a chain drawn from it."""
-    steps, topk, n_tok = (
-        config.speculative_num_steps,
-        config.speculative_eagle_topk,
-        config.speculative_num_draft_tokens,
+    """Return the methods that the drafter is compared with.
+
+    Prompt-lookup n-grams are what it has to beat. Random weights and shuffled states show what
+    remains without its knowledge. The last method samples from the drafter, in a chain.
+    """
+    steps = config.speculative_num_steps
+    topk = config.speculative_eagle_topk
+    n_draft_tok = config.speculative_num_draft_tokens
+    untrained = initial_drafter(
+        drafter.config, drafter.vocab, target, config.seed, from_target=False
     )
-    untrained = (
-        initial_drafter(drafter.config, drafter.vocab, target, config.seed, from_target=False)
-        .to(config.device)
-        .eval()
-    )
-    drafts = {
-        LOOKUP: PromptLookup(steps),
-        RANDOM: EagleDraft(untrained, steps, topk, n_tok),
-        SHUFFLED: ShuffledDraft(drafter, steps, topk, n_tok),
-    }
+    untrained = untrained.to(config.device).eval()
     sampled = EagleDraft(drafter, steps, rejection_sampling=True)
-    made = {
-        name: lambda prompt, n_tok, draft=draft: speculative_decode(
+
+    def greedy(draft: DraftMethod) -> Method:
+        return lambda prompt, n_tok: speculative_decode(
             model, draft, prompt, n_tok, seed=config.seed
         )
-        for name, draft in drafts.items()
-    }
-    return made | {
-        SAMPLED: lambda prompt, n_tok: speculative_decode(
-            model, sampled, prompt, n_tok, config.temperature or 1.0, config.seed
-        )
+
+    def decode_sampled(prompt: list[int], n_tok: int) -> Trace:
+        temperature = config.temperature or 1.0
+        return speculative_decode(model, sampled, prompt, n_tok, temperature, config.seed)
+
+    return {
+        LOOKUP: greedy(PromptLookup(steps)),
+        RANDOM: greedy(EagleDraft(untrained, steps, topk, n_draft_tok)),
+        SHUFFLED: greedy(ShuffledDraft(drafter, steps, topk, n_draft_tok)),
+        SAMPLED: decode_sampled,
     }
 
 
 def decode_all(
-    made: dict[str, Method], prompts: list[Prompt], config: Config, note: str
+    decoders: dict[str, Method], prompts: list[Prompt], config: Config, note: str
 ) -> dict[str, list[Trace]]:
-    """What each method decodes: the first two all prompts, the others the first `baseline_prompts`."""
-    traces: dict[str, list[Trace]] = {name: [] for name in made}
+    """Decode the prompts with each method and return the traces by method.
+
+    The first two methods decode all prompts, the others the first `baseline_prompts`.
+    After one warm-up, the methods follow each other directly on each prompt, in changing order.
+    A busy machine therefore disturbs all of them alike.
+    """
+    traces: dict[str, list[Trace]] = {name: [] for name in decoders}
     if prompts:
-        for decode in made.values():
+        for decode in decoders.values():
             decode(prompts[0].input_ids, 4)  # warm-up
     with Progress(len(prompts), "prompts") as progress:
         for i, prompt in enumerate(prompts):
-            names = list(made)[: None if i < config.baseline_prompts else 2]
-            for name in names[i % len(names) :] + names[: i % len(names)]:
-                traces[name].append(made[name](prompt.input_ids, config.decode_new_tok))
-            progress.update(
-                samples=1, tok=sum(len(traces[name][-1].tokens) for name in names), note=note
-            )
+            names = list(decoders)
+            if i >= config.baseline_prompts:
+                names = names[:2]
+            first = i % len(names)
+            for name in names[first:] + names[:first]:
+                traces[name].append(decoders[name](prompt.input_ids, config.decode_new_tok))
+            decoded_tok = sum(len(traces[name][-1].tokens) for name in names)
+            progress.update(samples=1, tok=decoded_tok, note=note)
     return traces
 
 
@@ -360,19 +482,15 @@ def decode_all(
 def _count(
     config: Config, drafter: Drafter, prompt: Prompt, plain: Trace, speculative: Trace
 ) -> dict:
-    """The counts of one prompt; positions count from 1."""
+    """Return the counts of one prompt. Positions count from 1."""
     steps = speculative.steps
-    drafted = np.array(
-        [max(step.depths, default=0) for step in steps], dtype=np.int64
-    )  # [verify steps] deepest draft
+    deepest = [max(step.depths, default=0) for step in steps]
+    drafted = np.array(deepest, dtype=np.int64)  # [verify steps], positions with a draft token
     accepted = np.array([len(step.accepted) for step in steps], dtype=np.int64)  # [verify steps]
-    tried = accepted + np.array(
-        [missed(step) for step in steps], dtype=np.int64
-    )  # [verify steps] positions that were decided
+    rejected = np.array([missed(step) for step in steps], dtype=np.int64)  # [verify steps], 0 or 1
     fresh = fresh_steps(speculative)
-    after_first = torch.tensor(
-        speculative.tokens[1:], dtype=torch.int64
-    )  # the first token comes from the prefill and is never drafted
+    # The first token comes from the prefill and is never drafted.
+    after_first = torch.tensor(speculative.tokens[1:], dtype=torch.int64)
     repeated, bigrams = repeated_bigrams(speculative.tokens)
     row = {
         "id": prompt.id,
@@ -389,83 +507,105 @@ def _count(
         "repeated_bigrams": repeated,
         "draftable_tok": len(after_first),
         "outside_vocab_tok": int((drafter.vocab.to_draft(after_first) < 0).sum()),
-        "greedy_s": _seconds_for(plain, speculative),
+        "greedy_s": _plain_seconds(plain, speculative),
         "speculative_s": speculative.seconds,
         "draft_s": speculative.draft_s,
         "verify_s": speculative.verify_s,
         "identical": plain.tokens == speculative.tokens,
     }
-    return row | position_counts(drafted, accepted, config.speculative_num_steps, tried)
+    decided = accepted + rejected  # [verify steps], positions where the target decided
+    return row | position_counts(drafted, accepted, config.speculative_num_steps, decided)
 
 
-def _seconds_for(plain: Trace, speculative: Trace) -> float:
-    """Plain decoding's, for as many tokens: sampled texts, and in bfloat16 some others, end elsewhere."""
+def _plain_seconds(plain: Trace, speculative: Trace) -> float:
+    """Return the seconds of plain decoding for as many tokens as the speculative output has.
+
+    Sampled texts end elsewhere, and some texts in bfloat16 do too.
+    """
     return plain.seconds * len(speculative.tokens) / len(plain.tokens)
 
 
 def missed(step: Step) -> bool:
-    """Whether the step ended though a draft was there: the target chose another token."""
-    return step.bonus is not None and (step.accepted[-1] if step.accepted else -1) in step.parents
+    """Return whether the step ended because the target chose another token than the draft's."""
+    return step.bonus is not None and _last_accepted(step) in step.parents
+
+
+def _last_accepted(step: Step) -> int:
+    """Return the last accepted node of the draft tree; -1 is the last committed token."""
+    return step.accepted[-1] if step.accepted else -1
 
 
 def fresh_steps(trace: Trace) -> np.ndarray:
-    """Which verify steps began where the last two tokens had not stood side by side in the response before, bool [verify steps]."""
-    fresh, seen, at = [], set(), 1  # tokens before the step; the first is the prefill's
-    pairs = list(zip(trace.tokens, trace.tokens[1:]))  # pair i ends with token i+1
+    """Return which verify steps are fresh, bool [verify steps].
+
+    A step is fresh if the last two tokens before it had not stood side by side in the response.
+    """
+    fresh = []
+    seen = set()
+    n_before = 1  # tokens before the step; the first one comes from the prefill
+    pairs = list(zip(trace.tokens, trace.tokens[1:]))  # pair i ends with token i + 1
     for step in trace.steps:
-        fresh.append(at < 2 or pairs[at - 2] not in seen)
+        fresh.append(n_before < 2 or pairs[n_before - 2] not in seen)
         produced = len(step.accepted) + (step.bonus is not None)
-        seen.update(
-            pairs[max(at - 2, 0) : at - 2 + produced]
-        )  # all but the last, which the next step asks for
-        at += produced
+        # The last pair is left out here: the next step asks for it.
+        seen.update(pairs[max(n_before - 2, 0) : n_before - 2 + produced])
+        n_before += produced
     return np.array(fresh, dtype=bool)
 
 
-def judged(trace: Trace) -> np.ndarray:
-    """(probability of the drafter's first choice, was it accepted) where the target has judged one, [n, 2]: after the last token of each step and each accepted draft."""
+def judged_first_choices(trace: Trace) -> np.ndarray:
+    """Return (probability of the drafter's first choice, whether it was accepted), [n, 2].
+
+    There is a row for each choice that the target judged: after the last token of each step, and
+    after each accepted draft token.
+    """
     rows = []
     for step in trace.steps:
         for node in (-1, *step.accepted):
             if node in step.parents:
-                first = step.parents.index(
-                    node
-                )  # children of a node come in the order of their probability
+                # The children of a node come in the order of their probability.
+                first = step.parents.index(node)
                 rows.append((step.confidence[first], first in step.accepted))
     return np.array(rows, dtype=float).reshape(-1, 2)
 
 
 def position_counts(
-    drafted: np.ndarray, accepted: np.ndarray, draft_length: int, tried: np.ndarray | None = None
+    drafted: np.ndarray,
+    accepted: np.ndarray,
+    draft_length: int,
+    decided: np.ndarray | None = None,
 ) -> dict[str, int]:
-    """proposed_i, reached_i and accepted_i of one prompt from its verify steps, [steps] each (see the module's head); `tried`, by default that of a chain."""
-    tried = np.minimum(accepted + 1, drafted) if tried is None else tried
+    """Return proposed_i, reached_i and accepted_i of one prompt (see the module's head).
+
+    drafted: [verify steps], how many positions had a draft token.
+    accepted: [verify steps], how many draft tokens were accepted.
+    decided: [verify steps], at how many positions the target decided; by default that of a chain.
+    """
+    if decided is None:
+        decided = np.minimum(accepted + 1, drafted)
     counts = {}
     for i in range(draft_length):
         counts[f"proposed_{i + 1}"] = int((drafted > i).sum())
-        counts[f"reached_{i + 1}"] = int((tried > i).sum())
+        counts[f"reached_{i + 1}"] = int((decided > i).sum())
         counts[f"accepted_{i + 1}"] = int((accepted > i).sum())
     return counts
 
 
 def position_ratios(table: pd.DataFrame, config: Config) -> list[dict]:
-    """Counts by position over all rows of the table, and both acceptances with their intervals."""
+    """Return the counts of each position over all rows, and its ratios with their intervals."""
+
+    def ratio(i: int, denominator: str) -> dict:
+        return ratio_interval(table[f"accepted_{i}"], table[denominator], config.seed).as_dict()
+
     return [
         {
             "position": i,
-            **{
-                name: int(table[f"{name}_{i}"].sum())
-                for name in ("proposed", "reached", "accepted")
-            },
-            "unconditional": ratio_interval(
-                table[f"accepted_{i}"], table[f"proposed_{i}"], config.seed
-            ).as_dict(),
-            "conditional": ratio_interval(
-                table[f"accepted_{i}"], table[f"reached_{i}"], config.seed
-            ).as_dict(),
-            "survival": ratio_interval(
-                table[f"accepted_{i}"], table["verify_steps"], config.seed
-            ).as_dict(),
+            "proposed": int(table[f"proposed_{i}"].sum()),
+            "reached": int(table[f"reached_{i}"].sum()),
+            "accepted": int(table[f"accepted_{i}"].sum()),
+            "unconditional": ratio(i, f"proposed_{i}"),
+            "conditional": ratio(i, f"reached_{i}"),
+            "survival": ratio(i, "verify_steps"),
         }
         for i in range(1, config.speculative_num_steps + 1)
     ]
@@ -474,87 +614,107 @@ def position_ratios(table: pd.DataFrame, config: Config) -> list[dict]:
 # ---- what explains the figure
 
 
-def calibration(by_prompt: list[np.ndarray], seed: int) -> dict:
-    """The drafter's probability against acceptance, in BINS bins. by_prompt: what `judged` gives for each prompt.
+def calibration(choices_by_prompt: list[np.ndarray], seed: int) -> dict:
+    """Compare the drafter's probability with its acceptance, in BINS bins.
 
-    `expected_calibration_error` is the mean over judged drafts of |acceptance - mean probability| of their bin (Guo et al. 2017); `overconfidence` the mean
-    probability minus the acceptance. Intervals by bootstrap over prompts.
+    choices_by_prompt: `judged_first_choices` of each prompt, [n, 2].
+    `expected_calibration_error` is the mean over judged draft tokens of |acceptance - mean
+    probability| of their bin (Guo et al. 2017). `overconfidence` is the mean probability minus the
+    acceptance. The intervals are bootstrapped over prompts.
     """
-    n, hits, confidence = (np.zeros((len(by_prompt), BINS)) for _ in range(3))
-    for prompt, rows in enumerate(by_prompt):
-        bins = np.minimum((rows[:, 0] * BINS).astype(int), BINS - 1)
-        for total, weights in ((n, None), (hits, rows[:, 1]), (confidence, rows[:, 0])):
-            total[prompt] = np.bincount(bins, weights, minlength=BINS)
-    gaps = np.abs(hits.sum(0) - confidence.sum(0))
+    shape = (len(choices_by_prompt), BINS)
+    judged = np.zeros(shape)
+    accepted = np.zeros(shape)
+    probability = np.zeros(shape)
+    for prompt, choices in enumerate(choices_by_prompt):
+        bins = np.minimum((choices[:, 0] * BINS).astype(int), BINS - 1)  # [n]
+        judged[prompt] = np.bincount(bins, minlength=BINS)
+        accepted[prompt] = np.bincount(bins, choices[:, 1], minlength=BINS)
+        probability[prompt] = np.bincount(bins, choices[:, 0], minlength=BINS)
+    gaps = np.abs(accepted.sum(0) - probability.sum(0))  # [BINS]
+    overconfidence = ratio_interval((probability - accepted).sum(1), judged.sum(1), seed)
+    error = float(gaps.sum() / judged.sum()) if judged.any() else None
     return {
-        "judged": int(n.sum()),
+        "judged": int(judged.sum()),
         "bins": [
-            {
-                "low": b / BINS,
-                "high": (b + 1) / BINS,
-                "judged": int(n[:, b].sum()),
-                "confidence": float(confidence[:, b].sum() / n[:, b].sum())
-                if n[:, b].any()
-                else None,
-                "acceptance": ratio_interval(hits[:, b], n[:, b], seed).as_dict(),
-            }
+            _calibration_bin(b, judged[:, b], accepted[:, b], probability[:, b], seed)
             for b in range(BINS)
         ],
-        "expected_calibration_error": float(gaps.sum() / n.sum()) if n.any() else None,
-        "overconfidence": ratio_interval((confidence - hits).sum(1), n.sum(1), seed).as_dict(),
+        "expected_calibration_error": error,
+        "overconfidence": overconfidence.as_dict(),
+    }
+
+
+def _calibration_bin(
+    index: int, judged: np.ndarray, accepted: np.ndarray, probability: np.ndarray, seed: int
+) -> dict:
+    """Return one bin; the arrays are sums of each prompt, [prompts]."""
+    mean = float(probability.sum() / judged.sum()) if judged.any() else None
+    return {
+        "low": index / BINS,
+        "high": (index + 1) / BINS,
+        "judged": int(judged.sum()),
+        "confidence": mean,
+        "acceptance": ratio_interval(accepted, judged, seed).as_dict(),
     }
 
 
 def misses(traces: list[Trace], drafter: Drafter, tokenizer) -> dict:
-    """The target's choices where the first draft was wrong: how many, how many that the drafter has no token for, and the commonest."""
-    wanted: Counter[int] = Counter()
-    instead: dict[int, Counter[int]] = {}
-    for step in (step for trace in traces for step in trace.steps if missed(step)):
-        wanted[step.bonus] += 1
-        first = step.parents.index(step.accepted[-1] if step.accepted else -1)
-        instead.setdefault(step.bonus, Counter())[step.tokens[first]] += 1
-    outside = {token: drafter.vocab.to_draft(torch.tensor([token])).item() < 0 for token in wanted}
-    rows = [
-        {
-            "token": token,
-            "text": tokenizer.decode([token]),
-            "misses": count,
-            "outside_vocab": outside[token],
-            "drafted_instead": tokenizer.decode([instead[token].most_common(1)[0][0]]),
-        }
-        for token, count in sorted(wanted.items(), key=lambda item: (-item[1], item[0]))[
-            :SHOWN_MISSES
-        ]
-    ]
+    """Return the target's choices where the first draft token was wrong.
+
+    The counts say how many there are and how many the draft vocabulary does not contain.
+    The commonest choices follow.
+    """
+    chosen: Counter[int] = Counter()
+    drafted: dict[int, Counter[int]] = {}  # by the target's choice, what the drafter proposed
+    for trace in traces:
+        for step in filter(missed, trace.steps):
+            chosen[step.bonus] += 1
+            first = step.parents.index(_last_accepted(step))
+            drafted.setdefault(step.bonus, Counter())[step.tokens[first]] += 1
+    outside = {token: drafter.vocab.to_draft(torch.tensor([token])).item() < 0 for token in chosen}
+    commonest = sorted(chosen.items(), key=lambda item: (-item[1], item[0]))[:SHOWN_MISSES]
     return {
-        "misses": wanted.total(),
-        "tokens": len(wanted),
-        "outside_vocab": sum(count for token, count in wanted.items() if outside[token]),
-        "commonest": rows,
+        "misses": chosen.total(),
+        "tokens": len(chosen),
+        "outside_vocab": sum(count for token, count in chosen.items() if outside[token]),
+        "commonest": [
+            {
+                "token": token,
+                "text": tokenizer.decode([token]),
+                "misses": count,
+                "outside_vocab": outside[token],
+                "drafted_instead": tokenizer.decode([drafted[token].most_common(1)[0][0]]),
+            }
+            for token, count in commonest
+        ],
     }
 
 
 def repeats(table: pd.DataFrame, config: Config) -> dict:
-    """All verify steps against the fresh ones (see the module's head); `warning` where a tenth or more of the accepted drafts a step is due to repeats, beyond chance."""
-    every = (table["accepted"] + table["verify_steps"], table["verify_steps"])
-    fresh = (table["fresh_accepted"] + table["fresh_steps"], table["fresh_steps"])
-    difference, length = (
-        difference_interval(every, fresh, config.seed),
-        ratio_interval(*fresh, config.seed),
-    )
-    total, warning = ratio_interval(*every, config.seed), None
-    if (
-        difference.low is not None
-        and difference.low > 0
-        and difference.value >= 0.1 * (total.value - 1)
-    ):
+    """Compare all verify steps with the fresh ones (see the module's head).
+
+    `warning` is set where a tenth or more of the accepted draft tokens of a step is due to
+    repeats, and the interval of the difference excludes 0.
+    """
+    all_steps = (table["accepted"] + table["verify_steps"], table["verify_steps"])
+    fresh_only = (table["fresh_accepted"] + table["fresh_steps"], table["fresh_steps"])
+    difference = difference_interval(all_steps, fresh_only, config.seed)
+    fresh_length = ratio_interval(*fresh_only, config.seed)
+    length = ratio_interval(*all_steps, config.seed)
+    n_fresh = int(table["fresh_steps"].sum())
+    warning = None
+    certain = difference.low is not None and difference.low > 0
+    if certain and difference.value >= 0.1 * (length.value - 1):
         warning = (
-            f"repeats explain part of it: at the {int(table['fresh_steps'].sum())} of {int(table['verify_steps'].sum())} verify steps that begin at no repeated bigram "
-            f"the acceptance length is {interval_text(length.as_dict())}, {interval_text(difference.as_dict())} less"
+            f"repeats explain part of it: at the {n_fresh} of {int(table['verify_steps'].sum())} "
+            "verify steps that begin at no repeated bigram the acceptance length is "
+            f"{interval_text(fresh_length.as_dict())}, "
+            f"{interval_text(difference.as_dict())} less"
         )
     return {
-        "fresh_steps": int(table["fresh_steps"].sum()),
-        "fresh_acceptance_length": length.as_dict(),
+        "fresh_steps": n_fresh,
+        "fresh_acceptance_length": fresh_length.as_dict(),
         "difference": difference.as_dict(),
         "warning": warning,
     }
@@ -563,89 +723,101 @@ def repeats(table: pd.DataFrame, config: Config) -> dict:
 # ---- baselines
 
 
-def _baseline_row(name: str, prompt: Prompt, plain: Trace, trace: Trace) -> dict:
-    accepted = sum(len(step.accepted) for step in trace.steps)
-    # without drafting every token after the prefill's is a pass of its own
+def _baseline_row(method: str, prompt: Prompt, plain: Trace, trace: Trace) -> dict:
+    """Return the counts of one method and prompt."""
+    # Without drafting, every token after the prefill's takes a pass of its own.
+    verify_steps = len(trace.steps) or len(trace.tokens) - 1
     return {
-        "method": name,
+        "method": method,
         "id": prompt.id,
         "category": prompt.category,
         "tok": len(trace.tokens),
-        "verify_steps": len(trace.steps) or len(trace.tokens) - 1,
+        "verify_steps": verify_steps,
         "draft_tok": sum(len(step.tokens) for step in trace.steps),
-        "accepted": accepted,
+        "accepted": sum(len(step.accepted) for step in trace.steps),
         "seconds": trace.seconds,
-        "plain_s": plain.seconds * len(trace.tokens) / len(plain.tokens),
+        "plain_s": _plain_seconds(plain, trace),
         "identical": plain.tokens == trace.tokens,
     }
 
 
-def looked_up(prompt_ids: list[int], tokens: list[int], steps: int) -> tuple[int, int]:
-    """(verify steps, accepted drafts) of prompt-lookup n-grams that would have written this text, which is the target's own, greedy: no model is needed to know what it accepts.
+def prompt_lookup_counts(prompt_ids: list[int], tokens: list[int], steps: int) -> tuple[int, int]:
+    """Return (verify steps, accepted draft tokens) of prompt-lookup n-grams over a greedy text.
 
-    A step whose drafts are all right up to where a text was cut is left out: what comes next is not known.
+    The text is the target's own, so no model is needed to know what it accepts.
+    A step whose draft tokens are all right up to where the text was cut is left out, because the
+    token that follows is unknown.
     """
-    method, fresh, at, n_steps, accepted = (
-        PromptLookup(steps),
-        [*prompt_ids[1:], tokens[0]],
-        1,
-        0,
-        0,
-    )
-    method.start(prompt_ids, Sampler(0.0, 0))
-    while at < len(tokens):
-        drafts, text = method.draft(fresh, None).tokens, tokens[at:]
-        hits = next(
-            (i for i, pair in enumerate(zip(drafts, text)) if pair[0] != pair[1]),
-            min(len(drafts), len(text)),
-        )
-        if hits == len(text) < len(drafts):
+    lookup = PromptLookup(steps)
+    lookup.start(prompt_ids, Sampler(0.0, 0))
+    fresh = [*prompt_ids[1:], tokens[0]]  # tokens that the method has not seen yet
+    position = 1
+    n_steps = 0
+    n_accepted = 0
+    while position < len(tokens):
+        drafts = lookup.draft(fresh, None).tokens
+        rest = tokens[position:]
+        hits = _common_prefix(drafts, rest)
+        if hits == len(rest) < len(drafts):
             break
-        fresh, at, n_steps, accepted = text[: hits + 1], at + hits + 1, n_steps + 1, accepted + hits
-    return n_steps, accepted
+        fresh = rest[: hits + 1]
+        position += hits + 1
+        n_steps += 1
+        n_accepted += hits
+    return n_steps, n_accepted
 
 
-def free_baseline(
+def _common_prefix(first: list[int], second: list[int]) -> int:
+    """Return how many leading tokens are equal."""
+    for i, (a, b) in enumerate(zip(first, second)):
+        if a != b:
+            return i
+    return min(len(first), len(second))
+
+
+def prompt_lookup_baseline(
     config: Config, table: pd.DataFrame, prompts: list[Prompt], plain: list[Trace]
 ) -> dict:
-    """Acceptance length of prompt-lookup over the texts of plain decoding, all prompts; and the drafter's minus it, paired by prompt. table: rows of acceptance.parquet."""
-    n_steps, accepted = (
-        np.array(column)
-        for column in zip(
-            *(
-                looked_up(prompt.input_ids, trace.tokens, config.speculative_num_steps)
-                for prompt, trace in zip(prompts, plain)
-            )
-        )
-    )
-    ours = table["accepted"] + table["verify_steps"], table["verify_steps"]
+    """Return the acceptance length of prompt-lookup n-grams over the plainly decoded texts.
+
+    `difference` is the drafter's acceptance length minus it, paired by prompt.
+    table: the rows of acceptance.parquet.
+    """
+    counts = [
+        prompt_lookup_counts(prompt.input_ids, trace.tokens, config.speculative_num_steps)
+        for prompt, trace in zip(prompts, plain)
+    ]
+    n_steps, accepted = np.array(counts).T  # [prompts] each
+    drafter_length = table["accepted"] + table["verify_steps"], table["verify_steps"]
+    lookup_length = accepted + n_steps, n_steps
     return {
         "prompts": len(prompts),
         "verify_steps": int(n_steps.sum()),
         "accepted": int(accepted.sum()),
-        "acceptance_length": ratio_interval(accepted + n_steps, n_steps, config.seed).as_dict(),
-        "difference": difference_interval(
-            ours, (accepted + n_steps, n_steps), config.seed
-        ).as_dict(),
+        "acceptance_length": ratio_interval(*lookup_length, config.seed).as_dict(),
+        "difference": difference_interval(drafter_length, lookup_length, config.seed).as_dict(),
     }
 
 
 def compare_methods(table: pd.DataFrame, seed: int) -> list[dict]:
-    """Counts of each method, acceptance length and speed ratio with intervals, all on the same prompts. table: rows of baselines.parquet."""
+    """Return each method's counts, acceptance length and speed ratio on the same prompts.
+
+    table: the rows of baselines.parquet.
+    """
+    counted = ("tok", "verify_steps", "draft_tok", "accepted", "identical")
     rows = []
-    for method, found in table.groupby("method", sort=False):
+    for method, group in table.groupby("method", sort=False):
+        length = ratio_interval(
+            group["accepted"] + group["verify_steps"], group["verify_steps"], seed
+        )
+        speed = ratio_interval(group["plain_s"], group["seconds"], seed)
         rows.append(
             {
                 "method": method,
-                "prompts": len(found),
-                **{
-                    name: int(found[name].sum())
-                    for name in ("tok", "verify_steps", "draft_tok", "accepted", "identical")
-                },
-                "acceptance_length": ratio_interval(
-                    found["accepted"] + found["verify_steps"], found["verify_steps"], seed
-                ).as_dict(),
-                "speed_ratio": ratio_interval(found["plain_s"], found["seconds"], seed).as_dict(),
+                "prompts": len(group),
+                **{name: int(group[name].sum()) for name in counted},
+                "acceptance_length": length.as_dict(),
+                "speed_ratio": speed.as_dict(),
             }
         )
     return rows
@@ -655,33 +827,41 @@ def compare_methods(table: pd.DataFrame, seed: int) -> list[dict]:
 
 
 def bf16_steps(top: float, second: float) -> float:
-    """The distance of two logits in steps of bfloat16 (8 significant bits) at the larger one's magnitude."""
+    """Return the distance of two logits in bfloat16 steps at the larger one's magnitude.
+
+    bfloat16 has 8 significant bits.
+    """
     largest = max(abs(top), abs(second))
-    return 0.0 if largest == 0 else (top - second) / 2.0 ** (math.floor(math.log2(largest)) - 7)
+    if largest == 0:
+        return 0.0
+    return (top - second) / 2.0 ** (math.floor(math.log2(largest)) - 7)
 
 
 def _compare(prompts: list[Prompt], pairs: list[tuple[Trace, Trace]]) -> dict:
-    """Where speculative and plain output part, and whether that was a tie.
+    """Return where speculative and plain output first differ, and whether that was a tie.
 
-    Rounding moves each logit by up to half a bfloat16 step, so it can turn a pair around that is at most one step apart; a first difference
-    is called a tie when the two largest logits were that close in both decodings. A larger gap is reported as what it is.
+    Rounding moves each logit by up to half a bfloat16 step. It can therefore swap two logits that
+    are at most one step apart. A first difference is called a tie when the two largest logits were
+    that close in both decodings. A larger gap is reported as it is.
     """
     differences = []
     for prompt, (plain, speculative) in zip(prompts, pairs):
         if plain.tokens == speculative.tokens:
             continue
-        at = next(i for i, (a, b) in enumerate(zip(plain.tokens, speculative.tokens)) if a != b)
-        gaps = [bf16_steps(*trace.top2[at]) for trace in (plain, speculative)]
+        both = enumerate(zip(plain.tokens, speculative.tokens))
+        first = next(i for i, (a, b) in both if a != b)
+        plain_gap = bf16_steps(*plain.top2[first])
+        speculative_gap = bf16_steps(*speculative.top2[first])
         differences.append(
             {
                 "id": prompt.id,
-                "at_tok": at,
-                "greedy_gap_bf16_steps": gaps[0],
-                "speculative_gap_bf16_steps": gaps[1],
-                "tie": max(gaps) <= 1,
+                "at_tok": first,
+                "greedy_gap_bf16_steps": plain_gap,
+                "speculative_gap_bf16_steps": speculative_gap,
+                "tie": max(plain_gap, speculative_gap) <= 1,
             }
         )
-    ties = sum(d["tie"] for d in differences)
+    ties = sum(difference["tie"] for difference in differences)
     return {
         "prompts": len(pairs),
         "differing": len(differences),
@@ -694,62 +874,75 @@ def _compare(prompts: list[Prompt], pairs: list[tuple[Trace, Trace]]) -> dict:
 # ---- ratios, last
 
 
-def summarise(config: Config, target: Target, drafter: Drafter, prompts: pd.DataFrame) -> dict:
-    """What the float32 decodings say: settings, counts, then every ratio with its interval over prompts."""
+def acceptance_record(
+    config: Config, target: Target, drafter: Drafter, table: pd.DataFrame
+) -> dict:
+    """Return what the float32 decodings say: settings, counts, then each ratio with its interval.
 
-    def interval(top, bottom) -> dict:
-        return ratio_interval(top, bottom, config.seed).as_dict()
+    table: the rows of acceptance.parquet. The intervals are over prompts.
+    """
 
-    def length(table: pd.DataFrame) -> dict:
-        return interval(table["accepted"] + table["verify_steps"], table["verify_steps"])
+    def ratio(numerator: str, denominator: str) -> dict:
+        return ratio_interval(table[numerator], table[denominator], config.seed).as_dict()
 
-    counted = [name for name in prompts.columns if name not in ("id", "category")]
+    counted = [name for name in table.columns if name not in ("id", "category")]
     return {
-        "settings": {
-            **judged_file(config),
-            "eval_set": config.eval_set,
-            "target": target.name,
-            "target_fingerprint": target.fingerprint,
-            "boundaries": list(drafter.config.boundaries),
-            "draft_vocab_size": drafter.config.draft_vocab_size,
-            "speculative_num_steps": config.speculative_num_steps,
-            "speculative_eagle_topk": config.speculative_eagle_topk,
-            "speculative_num_draft_tokens": config.verified_tok,
-            "speculative_use_rejection_sampling": config.speculative_use_rejection_sampling,
-            "temperature": config.temperature,
-            "max_new_tok": config.decode_new_tok,
-            "dtype": "float32",
-            "device": config.device,
-            "threads": config.threads,
-            "seed": config.seed,
-            "interval": "95 %, percentile bootstrap over prompts",
-        },
+        "settings": _settings(config, target, drafter),
         "counts": {
-            "prompts": len(prompts),
-            **{name: prompts[name].sum().item() for name in counted},
+            "prompts": len(table),
+            **{name: table[name].sum().item() for name in counted},
         },
-        "acceptance_length": length(prompts),  # bonus token included
-        "accepted_per_step": interval(
-            prompts["accepted"], prompts["verify_steps"]
-        ),  # without the bonus token
-        "by_position": position_ratios(prompts, config),
+        "acceptance_length": _acceptance_length(table, config.seed),
+        "accepted_per_step": ratio("accepted", "verify_steps"),  # without the bonus token
+        "by_position": position_ratios(table, config),
         "by_category": [
-            {
-                "category": category,
-                "prompts": len(table),
-                "verify_steps": int(table["verify_steps"].sum()),
-                "accepted": int(table["accepted"].sum()),
-                "acceptance_length": length(table),
-                "repeated_bigrams": interval(table["repeated_bigrams"], table["bigrams"]),
-            }
-            for category, table in prompts.groupby("category", sort=True)
+            _category_record(category, rows, config.seed)
+            for category, rows in table.groupby("category", sort=True)
         ],
-        "speed_ratio": interval(
-            prompts["greedy_s"], prompts["speculative_s"]
-        ),  # plain seconds / speculative seconds, float32
-        "repeats": repeats(prompts, config),
-        "repeated_bigrams": interval(prompts["repeated_bigrams"], prompts["bigrams"]),
-        "outside_vocab": interval(prompts["outside_vocab_tok"], prompts["draftable_tok"]),
+        "speed_ratio": ratio("greedy_s", "speculative_s"),  # plain / speculative seconds, float32
+        "repeats": repeats(table, config),
+        "repeated_bigrams": ratio("repeated_bigrams", "bigrams"),
+        "outside_vocab": ratio("outside_vocab_tok", "draftable_tok"),
+    }
+
+
+def _settings(config: Config, target: Target, drafter: Drafter) -> dict:
+    return {
+        **judged_file(config),
+        "eval_set": config.eval_set,
+        "target": target.name,
+        "target_fingerprint": target.fingerprint,
+        "boundaries": list(drafter.config.boundaries),
+        "draft_vocab_size": drafter.config.draft_vocab_size,
+        "speculative_num_steps": config.speculative_num_steps,
+        "speculative_eagle_topk": config.speculative_eagle_topk,
+        "speculative_num_draft_tokens": config.verified_tok,
+        "speculative_use_rejection_sampling": config.speculative_use_rejection_sampling,
+        "temperature": config.temperature,
+        "max_new_tok": config.decode_new_tok,
+        "dtype": "float32",
+        "device": config.device,
+        "threads": config.threads,
+        "seed": config.seed,
+        "interval": "95 %, percentile bootstrap over prompts",
+    }
+
+
+def _acceptance_length(table: pd.DataFrame, seed: int) -> dict:
+    """Return tokens per verify step with its interval, bonus token included."""
+    tokens = table["accepted"] + table["verify_steps"]
+    return ratio_interval(tokens, table["verify_steps"], seed).as_dict()
+
+
+def _category_record(category: str, table: pd.DataFrame, seed: int) -> dict:
+    repeated = ratio_interval(table["repeated_bigrams"], table["bigrams"], seed)
+    return {
+        "category": category,
+        "prompts": len(table),
+        "verify_steps": int(table["verify_steps"].sum()),
+        "accepted": int(table["accepted"].sum()),
+        "acceptance_length": _acceptance_length(table, seed),
+        "repeated_bigrams": repeated.as_dict(),
     }
 
 
@@ -757,82 +950,119 @@ def summarise(config: Config, target: Target, drafter: Drafter, prompts: pd.Data
 
 
 def method_table(record: dict) -> pd.DataFrame:
-    """The methods of acceptance.json, counts first."""
+    """Return the methods of acceptance.json, counts first."""
     return pd.DataFrame(
         [
             {
-                "method": b["method"],
-                "prompts": b["prompts"],
-                "tokens": b["tok"],
-                "verify steps": b["verify_steps"],
-                "drafted": b["draft_tok"],
-                "accepted": b["accepted"],
-                "acceptance length": b["acceptance_length"]["value"],
-                "speed": b["speed_ratio"]["value"],
-                "same text": b["identical"],
+                "method": method["method"],
+                "prompts": method["prompts"],
+                "tokens": method["tok"],
+                "verify steps": method["verify_steps"],
+                "drafted": method["draft_tok"],
+                "accepted": method["accepted"],
+                "acceptance length": method["acceptance_length"]["value"],
+                "speed": method["speed_ratio"]["value"],
+                "same text": method["identical"],
             }
-            for b in record["baselines"]
+            for method in record["baselines"]
         ]
     )
 
 
 def position_table(record: dict) -> pd.DataFrame:
-    """The positions of acceptance.json, counts first."""
-    names = {"of all": "unconditional", "of those reached": "conditional", "survival": "survival"}
-    counts = ("position", "proposed", "reached", "accepted")
+    """Return the positions of acceptance.json, counts first."""
     return pd.DataFrame(
         [
-            {name: p[name] for name in counts}
-            | {title: p[name]["value"] for title, name in names.items()}
-            for p in record["by_position"]
+            {
+                "position": position["position"],
+                "proposed": position["proposed"],
+                "reached": position["reached"],
+                "accepted": position["accepted"],
+                "of all": position["unconditional"]["value"],
+                "of those reached": position["conditional"]["value"],
+                "survival": position["survival"]["value"],
+            }
+            for position in record["by_position"]
         ]
     )
 
 
 def miss_table(record: dict, shown: int = 12) -> pd.DataFrame:
-    """The commonest misses of acceptance.json, texts quoted so that blanks show."""
+    """Return the commonest misses of acceptance.json. Texts are quoted so that blanks show."""
     return pd.DataFrame(
         [
             {
-                "the target's choice": repr(m["text"]),
-                "misses": m["misses"],
-                "outside the vocabulary": "yes" if m["outside_vocab"] else "",
-                "drafted most often instead": repr(m["drafted_instead"]),
+                "the target's choice": repr(miss["text"]),
+                "misses": miss["misses"],
+                "outside the vocabulary": "yes" if miss["outside_vocab"] else "",
+                "drafted most often instead": repr(miss["drafted_instead"]),
             }
-            for m in record["misses"]["commonest"][:shown]
+            for miss in record["misses"]["commonest"][:shown]
         ]
     )
 
 
 def explanation(record: dict) -> str:
-    """Repeats, calibration and misses of acceptance.json in words."""
-    found, fit, missing = record["repeats"], record["calibration"], record["misses"]
-    error = (
-        "n/a"
-        if fit["expected_calibration_error"] is None
-        else f"{fit['expected_calibration_error']:.3f}"
+    """Return repeats, calibration and misses of acceptance.json in words."""
+    return "\n".join([*_repeats_lines(record), _calibration_line(record), _misses_line(record)])
+
+
+def _repeats_lines(record: dict) -> list[str]:
+    fresh = record["repeats"]
+    warning = fresh["warning"]
+    return [
+        f"repeats: {interval_text(record['repeated_bigrams'])} of the bigrams of the output; "
+        f"acceptance length at the {fresh['fresh_steps']:,} fresh steps "
+        f"of {record['counts']['verify_steps']:,}: "
+        f"{interval_text(fresh['fresh_acceptance_length'])}; "
+        f"all steps minus fresh ones: {interval_text(fresh['difference'])}",
+        f"WARNING: {warning}" if warning else "repeats do not explain the figure",
+    ]
+
+
+def _calibration_line(record: dict) -> str:
+    fit = record["calibration"]
+    error = fit["expected_calibration_error"]
+    error_text = "n/a" if error is None else f"{error:.3f}"
+    return (
+        f"calibration: {fit['judged']:,} first choices judged, "
+        f"expected calibration error {error_text}, "
+        f"probability minus acceptance {interval_text(fit['overconfidence'])}"
     )
-    return "\n".join(
-        [
-            f"repeats: {interval_text(record['repeated_bigrams'])} of the bigrams of the output; acceptance length at the {found['fresh_steps']:,} fresh steps "
-            f"of {record['counts']['verify_steps']:,}: {interval_text(found['fresh_acceptance_length'])}; all steps minus fresh ones: {interval_text(found['difference'])}",
-            f"WARNING: {found['warning']}"
-            if found["warning"]
-            else "repeats do not explain the figure",
-            f"calibration: {fit['judged']:,} first choices judged, expected calibration error {error}, probability minus acceptance {interval_text(fit['overconfidence'])}",
-            f"misses: {missing['misses']:,} verify steps ended by {missing['tokens']:,} different tokens, {missing['outside_vocab']:,} of them by one outside the draft vocabulary, "
-            f"which {interval_text(record['outside_vocab'])} of all output tokens are",
-        ]
+
+
+def _misses_line(record: dict) -> str:
+    missing = record["misses"]
+    return (
+        f"misses: {missing['misses']:,} verify steps ended by {missing['tokens']:,} different "
+        f"tokens. {missing['outside_vocab']:,} of these steps ended by a token outside the draft "
+        f"vocabulary; {interval_text(record['outside_vocab'])} of all output tokens are outside it"
     )
 
 
 # ---- two drafters
 
+SAME_SETTINGS = (
+    "target_fingerprint",
+    "eval_set",
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+    "speculative_use_rejection_sampling",
+    "temperature",
+    "max_new_tok",
+    "dtype",
+    "device",
+)  # two runs must share these to be compared
+
 
 def compare_runs(config: Config) -> dict:
-    """This run's acceptance minus that of `compare_run`, paired by prompt: {"runs", "prompts", "acceptance_length", "by_position", "speed_ratio"}, differences with intervals.
+    """Return this run's acceptance minus that of `compare_run`, paired by prompt.
 
-    EyasError: no run to compare with; one of them has not decoded; other prompts or other settings, which it names.
+    The result has "runs", "prompts", "values", and the differences "acceptance_length",
+    "by_position" and "speed_ratio", each with its interval.
+    Raise EyasError if no run is named, if one of them has not decoded, or if prompts or settings
+    differ; the message names the difference.
     """
     if not config.compare_run:
         raise EyasError(
@@ -843,64 +1073,19 @@ def compare_runs(config: Config) -> dict:
     other = dataclasses.replace(
         config, run_name=config.compare_run, compare_run="", member="", drafter_run=""
     )
-    found = []
-    for run in (config, other):
-        if not (run.acceptance_dir / "acceptance.json").is_file():
-            raise EyasError(
-                f"run {run.run_name!r} has no acceptance",
-                "both runs decoded",
-                _decode_command(run.run_name),
-            )
-        found.append(
-            (
-                read_json(run.acceptance_dir / "acceptance.json"),
-                read_parquet(run.acceptance_dir / "acceptance.parquet")
-                .set_index("id")
-                .sort_index(),
-            )
-        )
-    (record, table), (other_record, other_table) = found
-    names = (
-        "target_fingerprint",
-        "eval_set",
-        "speculative_num_steps",
-        "speculative_eagle_topk",
-        "speculative_num_draft_tokens",
-        "speculative_use_rejection_sampling",
-        "temperature",
-        "max_new_tok",
-        "dtype",
-        "device",
-    )
-    apart = [
-        f"{name} {record['settings'][name]!r} and {other_record['settings'][name]!r}"
-        for name in names
-        if record["settings"][name] != other_record["settings"][name]
-    ]
-    again = _decode_command(other.run_name)
-    if apart:
-        raise EyasError(
-            f"runs {config.run_name!r} and {other.run_name!r} decoded with other settings: {'; '.join(apart)}",
-            "the same",
-            again,
-        )
-    if list(table.index) != list(other_table.index) or list(table["prompt_tok"]) != list(
-        other_table["prompt_tok"]
-    ):
-        both = len(set(table.index) & set(other_table.index))
-        raise EyasError(
-            f"runs {config.run_name!r} and {other.run_name!r} decoded other prompts ({len(table)} and {len(other_table)}, {both} of the same name)",
-            "the same prompts, to be paired",
-            again,
-        )
+    record, table = _read_acceptance(config)
+    other_record, other_table = _read_acceptance(other)
+    runs = f"runs {config.run_name!r} and {other.run_name!r}"
+    _check_same_settings(runs, record, other_record, _decode_command(other.run_name))
+    _check_same_prompts(runs, table, other_table, _decode_command(other.run_name))
 
-    def difference(top: str, bottom: str) -> dict:
-        return difference_interval(
-            (table[top], table[bottom]), (other_table[top], other_table[bottom]), config.seed
-        ).as_dict()
+    def difference(numerator: str, denominator: str) -> dict:
+        first = table[numerator], table[denominator]
+        second = other_table[numerator], other_table[denominator]
+        return difference_interval(first, second, config.seed).as_dict()
 
     return {
-        "runs": [_whose(config, record), _whose(other, other_record)],
+        "runs": [_drafter_name(config, record), _drafter_name(other, other_record)],
         "prompts": len(table),
         "values": [record["acceptance_length"], other_record["acceptance_length"]],
         "acceptance_length": difference("accepted", "verify_steps"),  # the bonus tokens cancel out
@@ -912,36 +1097,83 @@ def compare_runs(config: Config) -> dict:
     }
 
 
-def _whose(config: Config, record: dict) -> str:
-    """The drafter that was judged, by its run; and by whom, where that is another one."""
-    drafter_run = record["settings"]["drafter_run"]
-    return (
-        drafter_run
-        if drafter_run == config.run_name
-        else f"{drafter_run} (judged by {config.run_name})"
+def _read_acceptance(config: Config) -> tuple[dict, pd.DataFrame]:
+    """Return acceptance.json and acceptance.parquet of a run, the table by prompt."""
+    folder = config.acceptance_dir
+    if not (folder / "acceptance.json").is_file():
+        raise EyasError(
+            f"run {config.run_name!r} has no acceptance",
+            "both runs decoded",
+            _decode_command(config.run_name),
+        )
+    table = read_parquet(folder / "acceptance.parquet").set_index("id").sort_index()
+    return read_json(folder / "acceptance.json"), table
+
+
+def _check_same_settings(runs: str, first: dict, second: dict, command: str) -> None:
+    """Raise EyasError if two records were decoded with different settings."""
+    differences = [
+        f"{name} {first['settings'][name]!r} and {second['settings'][name]!r}"
+        for name in SAME_SETTINGS
+        if first["settings"][name] != second["settings"][name]
+    ]
+    if differences:
+        raise EyasError(
+            f"{runs} decoded with other settings: {'; '.join(differences)}",
+            "the same settings in both",
+            command,
+        )
+
+
+def _check_same_prompts(runs: str, first: pd.DataFrame, second: pd.DataFrame, command: str) -> None:
+    """Raise EyasError if two tables are of different prompts, which cannot be paired."""
+    same_names = list(first.index) == list(second.index)
+    if same_names and list(first["prompt_tok"]) == list(second["prompt_tok"]):
+        return
+    n_common = len(set(first.index) & set(second.index))
+    raise EyasError(
+        f"{runs} decoded other prompts "
+        f"({len(first)} and {len(second)}, {n_common} of the same name)",
+        "the same prompts, to be paired",
+        command,
     )
+
+
+def _drafter_name(config: Config, record: dict) -> str:
+    """Return the judged drafter's run, and the judging run where that is another one."""
+    drafter_run = record["settings"]["drafter_run"]
+    if drafter_run == config.run_name:
+        return drafter_run
+    return f"{drafter_run} (judged by {config.run_name})"
 
 
 def _decode_command(run_name: str) -> str:
-    return f"python -m eyas decode -p run_name {run_name} -p compare_run ''"  # a run is not compared with itself
+    # compare_run is emptied because a run is not compared with itself.
+    return f"python -m eyas decode -p run_name {run_name} -p compare_run ''"
 
 
-def comparison_text(found: dict) -> str:
-    """`compare_runs` in words."""
-    d, (first, second) = found["acceptance_length"], found["runs"]
-    clear = (
-        "not told apart"
-        if d["low"] is None or d["low"] <= 0 <= d["high"]
-        else f"{first if d['value'] > 0 else second} accepts more"
-    )
-    return "\n".join(
-        [
-            f"acceptance length (bonus token included): {first} {interval_text(found['values'][0])}, {second} {interval_text(found['values'][1])}; {found['prompts']} prompts, both decoded",
-            f"difference, paired by prompt: {interval_text(d)}: {clear}",
-            *(
-                f"  position {p['position']}, of those reached: {interval_text(p['conditional'])}"
-                for p in found["by_position"]
-            ),
-            f"speed ratio: {interval_text(found['speed_ratio'])}",
-        ]
-    )
+def comparison_text(comparison: dict) -> str:
+    """Return the result of `compare_runs` in words."""
+    first, second = comparison["runs"]
+    first_length, second_length = comparison["values"]
+    difference = comparison["acceptance_length"]
+    lines = [
+        f"acceptance length (bonus token included): {first} {interval_text(first_length)}, "
+        f"{second} {interval_text(second_length)}; {comparison['prompts']} prompts, both decoded",
+        f"difference, paired by prompt: {interval_text(difference)}: "
+        f"{_difference_answer(difference, first, second)}",
+    ]
+    lines += [
+        f"  position {position['position']}, of those reached: "
+        f"{interval_text(position['conditional'])}"
+        for position in comparison["by_position"]
+    ]
+    lines.append(f"speed ratio: {interval_text(comparison['speed_ratio'])}")
+    return "\n".join(lines)
+
+
+def _difference_answer(difference: dict, first: str, second: str) -> str:
+    """Return which run accepts more, or that the interval does not exclude 0."""
+    if difference["low"] is None or difference["low"] <= 0 <= difference["high"]:
+        return "not told apart"
+    return f"{first if difference['value'] > 0 else second} accepts more"

@@ -18,7 +18,14 @@ COMMAND = "python -m eyas serve-check"
 
 @dataclass(frozen=True)
 class Answer:
-    """One prompt's answer: its tokens, the token that ended it (None: the length did), the drafts accepted by each verify step, prompt tokens as the server counts them."""
+    """Hold the server's answer to one prompt.
+
+    output_ids: the tokens of the answer.
+    end_id: the token that ended it; None where the length ended it.
+    accepted: the draft tokens that each verify step accepted.
+    prompt_tok: the prompt's tokens as the server counts them.
+    seconds: from the request to the answer.
+    """
 
     output_ids: list[int]
     end_id: int | None
@@ -28,7 +35,11 @@ class Answer:
 
 
 def read_answer(answer: dict, seconds: float = 0.0) -> Answer:
-    """An answer of /generate. EyasError: it was aborted; the server does not say what each step accepted; its own sums say something else."""
+    """Return an answer of /generate.
+
+    Raise EyasError if it was aborted, if the server does not say what each verify step accepted,
+    or if SGLang's own sums differ.
+    """
     meta = answer["meta_info"]
     reason = meta["finish_reason"]
     end_id = reason.get("matched") if reason["type"] == "stop" else None
@@ -38,13 +49,12 @@ def read_answer(answer: dict, seconds: float = 0.0) -> Answer:
             "the end of the text, or as many tokens as were asked for",
             "look into the server's log",
         )
-    n_steps, n_accepted = (
-        meta.get("spec_verify_ct", 0),
-        meta.get("spec_num_correct_drafts", 0),
-    )  # without a drafter there are none
-    accepted = [
-        n for n in meta.get("eyas_accepted") or [] if n is not None
-    ]  # one value a token: at the first of a step
+    # A server without a drafter has neither count.
+    n_steps = meta.get("spec_verify_ct", 0)
+    n_accepted = meta.get("spec_num_correct_drafts", 0)
+    # The plugin sends one value a token: a number at the first token of a step, else None.
+    values = meta.get("eyas_accepted") or []
+    accepted = [value for value in values if value is not None]
     if n_steps and not accepted:
         raise EyasError(
             "the server says how many drafts it accepted, not in which step",
@@ -60,19 +70,25 @@ def read_answer(answer: dict, seconds: float = 0.0) -> Answer:
 
 
 class Asker:
-    """One server's answers to the profile's prompts, at its temperature (0: greedy). EyasError: it is away, or refuses a prompt."""
+    """Ask one server for answers to the profile's prompts, at its temperature (0: greedy).
+
+    The server is asked for `speculative_num_steps` tokens more than are counted, so that an end of
+    the text inside the last verify step is seen.
+    """
 
     def __init__(self, server: Server, config: Config):
-        self.server, self.n_tok, self.temperature = (
-            server,
-            config.decode_new_tok + config.speculative_num_steps,
-            config.temperature,
-        )
+        self.server = server
+        self.n_tok = config.decode_new_tok + config.speculative_num_steps
+        self.temperature = config.temperature
         self._client = httpx.Client(
             base_url=server.url, timeout=config.request_timeout_s, limits=LIMITS
         )
 
-    def one(self, prompt: Prompt, n_tok: int = 0) -> Answer:
+    def ask(self, prompt: Prompt, n_tok: int = 0) -> Answer:
+        """Return the answer to one prompt; `n_tok`: most new tokens, by default the profile's.
+
+        Raise EyasError if the server does not answer or refuses the prompt.
+        """
         request = {
             "input_ids": prompt.input_ids,
             "sampling_params": {
@@ -93,41 +109,43 @@ class Asker:
         seconds = time.perf_counter() - start
         if response.status_code != 200:
             raise EyasError(
-                f"the server refused the prompt of {prompt.id}: HTTP {response.status_code}, {response.text[:200]}",
+                f"the server refused the prompt of {prompt.id}: "
+                f"HTTP {response.status_code}, {response.text[:200]}",
                 "an answer",
                 "look into the server's log",
             )
         return read_answer(response.json(), seconds)
 
-    def all(
+    def ask_all(
         self,
         prompts: list[Prompt],
         parallel: int,
         done: Callable[[Answer], None] = lambda answer: None,
     ) -> list[Answer]:
-        """All answers, `parallel` requests at a time; `done` hears of each."""
+        """Return all answers, `parallel` requests at a time. `done` is called with each answer."""
 
-        def one(prompt: Prompt) -> Answer:
-            answer = self.one(prompt)
+        def ask(prompt: Prompt) -> Answer:
+            answer = self.ask(prompt)
             done(answer)
             return answer
 
         with ThreadPoolExecutor(parallel) as pool:
-            return list(pool.map(one, prompts))
+            return list(pool.map(ask, prompts))
 
 
-def speed(plain: Asker, drafting: Asker, prompts: list[Prompt], seed: int) -> dict:
-    """Plain seconds / seconds with the drafter, for as many tokens, one request at a time: the two servers take turns, and the first turn.
+def speed_ratio(plain: Asker, drafting: Asker, prompts: list[Prompt], seed: int) -> dict:
+    """Return plain seconds / seconds with the drafter, for as many tokens, with its interval.
 
-    Both have the prompts in their prefix caches since `all`, so what is timed is decoding.
+    One request runs at a time. The two servers take turns, and the first one alternates.
+    Both have the prompts in their prefix caches since `ask_all`, so only decoding is timed.
     """
-    seconds = []
+    plain_s = []
+    drafting_s = []
     for i, prompt in enumerate(prompts):
-        pair = {asker: asker.one(prompt) for asker in (plain, drafting)[:: 1 if i % 2 else -1]}
-        seconds.append(
-            (
-                pair[plain].seconds * len(pair[drafting].output_ids) / len(pair[plain].output_ids),
-                pair[drafting].seconds,
-            )
-        )
-    return ratio_interval([s[0] for s in seconds], [s[1] for s in seconds], seed).as_dict()
+        order = (plain, drafting) if i % 2 else (drafting, plain)
+        answers = {asker: asker.ask(prompt) for asker in order}
+        plain_tok = len(answers[plain].output_ids)
+        drafting_tok = len(answers[drafting].output_ids)
+        plain_s.append(answers[plain].seconds * drafting_tok / plain_tok)
+        drafting_s.append(answers[drafting].seconds)
+    return ratio_interval(plain_s, drafting_s, seed).as_dict()

@@ -11,36 +11,41 @@ from eyas.prompts.chat_template import repeated_bigrams
 
 
 def count(answer: Answer, steps: int, max_new_tok: int) -> dict[str, int]:
-    """Our counts of the server's steps (see the module's head) in the first `max_new_tok` tokens: "tok", "verify_steps", "accepted", and those of each position.
+    """Return our counts of the server's verify steps in the first `max_new_tok` tokens.
 
-    `steps`: drafts of a verify step. Of a tree, how deep it went is not known: all `steps` levels count as proposed.
-    EyasError: the steps do not make up the text.
+    The result has "tok", "verify_steps", "accepted", and the counts of each position; the head of
+    eyas.evaluation.served says how they differ from SGLang's.
+    `steps`: draft tokens of a verify step. The depth of a tree's step is unknown, so all `steps`
+    levels count as proposed.
+    Raise EyasError if the verify steps do not make up the text.
     """
-    at, drafted, accepted = 1, [], []  # the first token is the prefill's
-    ids, left = answer.output_ids, iter(answer.accepted)
-    while at < max_new_tok and ids[at - 1] != answer.end_id:
-        n = next(left, None)
-        if n is None or (at + n >= len(ids) and ids[-1] != answer.end_id):
+    ids = answer.output_ids
+    accepted_left = iter(answer.accepted)
+    n_tok = 1  # the first token is the prefill's
+    drafted = []
+    accepted = []
+    while n_tok < max_new_tok and ids[n_tok - 1] != answer.end_id:
+        n = next(accepted_left, None)
+        if n is None or (n_tok + n >= len(ids) and ids[-1] != answer.end_id):
             raise EyasError(
                 f"verify steps {answer.accepted} for {len(ids)} tokens",
                 "steps that give all of them but the first",
                 "look into the server's log",
             )
-        inside = ids[at : at + n + 1]
-        ended = (
-            inside[-1] == answer.end_id and len(inside) <= n
-        )  # at a draft: what the server accepted behind it is not seen by anybody
-        accepted.append(len(inside) if ended else n)
-        drafted.append(len(inside) if ended else steps)
-        at += len(inside)
-    counts = position_counts(
+        step_ids = ids[n_tok : n_tok + n + 1]
+        # A text that ends at a draft token hides what the server accepted behind that token.
+        ends_at_draft = step_ids[-1] == answer.end_id and len(step_ids) <= n
+        accepted.append(len(step_ids) if ends_at_draft else n)
+        drafted.append(len(step_ids) if ends_at_draft else steps)
+        n_tok += len(step_ids)
+    by_position = position_counts(
         np.array(drafted, dtype=np.int64), np.array(accepted, dtype=np.int64), steps
     )
     return {
-        "tok": min(at, max_new_tok),
+        "tok": min(n_tok, max_new_tok),
         "verify_steps": len(accepted),
         "accepted": sum(accepted),
-    } | counts
+    } | by_position
 
 
 def compare_prompts(
@@ -50,15 +55,18 @@ def compare_prompts(
     ours: pd.DataFrame,
     texts: list[list[int]] | None,
 ) -> pd.DataFrame:
-    """A row a prompt: the server's counts, `ours_*` beside them, whether all agree (`same_counts`), and whether its text is that of the server without a drafter."""
+    """Return one row a prompt with the server's counts, and ours beside them as `ours_*`.
+
+    `same_counts` says whether all of them are equal. `identical` says whether the text equals that
+    of the server without a drafter (`texts`), and is None where that was not asked.
+    """
+    steps = config.speculative_num_steps
+    positions = [f"accepted_{i}" for i in range(1, steps + 1)]
+    compared = ["tok", "verify_steps", "accepted", *positions]
     rows = []
-    names = [
-        "verify_steps",
-        "accepted",
-        *(f"accepted_{i}" for i in range(1, config.speculative_num_steps + 1)),
-    ]
-    for n, (prompt, answer, (_, mine)) in enumerate(zip(prompts, answers, ours.iterrows())):
-        counts = count(answer, config.speculative_num_steps, config.decode_new_tok)
+    for n, (prompt, answer) in enumerate(zip(prompts, answers)):
+        our_counts = ours.iloc[n]
+        counts = count(answer, steps, config.decode_new_tok)
         repeated, bigrams = repeated_bigrams(answer.output_ids[: counts["tok"]])
         rows.append(
             {
@@ -69,17 +77,23 @@ def compare_prompts(
                 **counts,
                 "bigrams": bigrams,
                 "repeated_bigrams": repeated,
-                **{f"ours_{name}": int(mine[name]) for name in ["tok", *names]},
-                "same_counts": all(counts[name] == mine[name] for name in ["tok", *names]),
+                **{f"ours_{name}": int(our_counts[name]) for name in compared},
+                "same_counts": all(counts[name] == our_counts[name] for name in compared),
                 "identical": None if texts is None else answer.output_ids == texts[n],
             }
         )
     return pd.DataFrame(rows)
 
 
-def agree(found: dict) -> bool | None:
-    """Whether `server` and `ours` lie in each other's interval and that of their paired difference holds 0; None where there is none."""
-    server, ours, difference = found["server"], found["ours"], found["difference"]
+def agree(comparison: dict) -> bool | None:
+    """Return whether server and our decoding agree; None where an interval is missing.
+
+    They agree if each value lies in the other's interval and the interval of the paired
+    difference contains 0.
+    """
+    server = comparison["server"]
+    ours = comparison["ours"]
+    difference = comparison["difference"]
     if None in (server["low"], ours["low"], difference["low"]):
         return None
     return (

@@ -6,11 +6,12 @@ from eyas.config import Config
 from eyas.files import read_json, sha256_file
 from eyas.intervals import interval_text
 
-THROUGHPUT = "throughput.json"  # of the acceptance folder, by benchmarks/serving.py
+THROUGHPUT = "throughput.json"  # in the acceptance folder, written by benchmarks/serving.py
+COMMAND = ".venv/bin/python benchmarks/serving.py --profile PROFILE"
 
 
 def throughput_of(config: Config) -> dict:
-    """What a throughput stands on, as throughput.json says it: the file of the drafter and the settings that decide the answers and their speed."""
+    """Return what a throughput depends on: the drafter's file and the settings of decoding."""
     path = config.judged.drafter_dir / config.drafter_file
     return {
         "drafter_run": config.judged.run_name,
@@ -24,32 +25,35 @@ def throughput_of(config: Config) -> dict:
 
 
 def read_throughput(config: Config) -> tuple[dict | None, str]:
-    """throughput.json of the acceptance folder, where it is there and of the judged drafter and its draft settings; and in words what it is, or why it is not shown."""
-    path, command = (
-        config.acceptance_dir / THROUGHPUT,
-        ".venv/bin/python benchmarks/serving.py --profile PROFILE",
-    )
+    """Return throughput.json of the acceptance folder, and in words how it was measured.
+
+    The record is None where the file is missing or is of another drafter or of other settings.
+    The words then say why, and give the command that measures it.
+    """
+    path = config.acceptance_dir / THROUGHPUT
+    advice = f"next: {COMMAND}, on a quiet machine"
     if not path.is_file():
-        return (
-            None,
-            f"throughput of the server at 1, 4 and 16 requests at a time: not measured; next: {command}, on a quiet machine",
-        )
-    record, now = read_json(path), throughput_of(config)
-    apart = [name for name, value in now.items() if record["settings"].get(name) != value]
-    if apart:
-        return (
-            None,
-            f"{THROUGHPUT} is of another drafter or of other settings ({', '.join(apart)}): not shown; next: {command}, on a quiet machine",
-        )
-    s = record["settings"]
+        reason = "throughput of the server at 1, 4 and 16 requests at a time: not measured"
+        return None, f"{reason}; {advice}"
+    record = read_json(path)
+    settings = record["settings"]
+    current = throughput_of(config)
+    different = [name for name, value in current.items() if settings.get(name) != value]
+    if different:
+        names = ", ".join(different)
+        reason = f"{THROUGHPUT} is of another drafter or of other settings ({names}): not shown"
+        return None, f"{reason}; {advice}"
+    scheduler = "with" if record["overlap"] else "without"
     return record, (
-        f"{record['prompts']} prompts, {s['max_new_tok']} tokens each at most, {record['ratios'][0]['rounds']} rounds in turns, {s['dtype']}, {s['device']}, prompts already in the prefix cache, "
-        f"both servers {'with' if record['overlap'] else 'without'} SGLang's overlap scheduler; intervals over rounds"
+        f"{record['prompts']} prompts, at most {settings['max_new_tok']} tokens each, "
+        f"{record['ratios'][0]['rounds']} rounds in turns, {settings['dtype']}, "
+        f"{settings['device']}, prompts already in the prefix cache, "
+        f"both servers {scheduler} SGLang's overlap scheduler; intervals over rounds"
     )
 
 
 def throughput_table(record: dict | None) -> pd.DataFrame:
-    """A row for each number of requests at a time; none without a record."""
+    """Return a row for each number of requests at a time; no row without a record."""
     rows = record["ratios"] if record else []
     return pd.DataFrame(
         [

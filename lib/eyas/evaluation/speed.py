@@ -1,21 +1,35 @@
-"""A speed model: how fast would other draft settings be on this machine? `python -m eyas decode` ends with its answer.
+"""Predict how fast other draft settings would be on this machine.
 
-    speed-up = tokens a verify step gives * seconds of a plain step / (seconds of drafting + seconds of a verify step)
+`python -m eyas decode` ends with the answer of this speed model:
 
-Tokens a verify step gives are replayed, not modelled. Greedy output is the same with every setting, so along a text that the target has decoded plainly, with
-its true states, the drafter drafts the widest tree of each top-k from every token, and each setting's tree is a part of that: levels up to its
-steps, of those the draft tokens of best score (EAGLE-2's own choice). The replay jumps from verify step to verify step as `eyas.evaluation.offline` does. What it
-leaves out: steps near the end of a text that was cut, where the target's choice is not known; ties of the target that another batch shape turns around.
+    speed-up = tokens of a verify step * seconds of a plain step
+               / (seconds of drafting + seconds of a verify step)
 
-Seconds are measured for each of: a plain step, a verify step of n tokens (a chain, and a tree with its own attention mask), the first draft level
-(with the drafter's run over the new tokens, and after a pass of the target, as in decoding) and each further one. Medians of rounds through all of
-them, so that a busy machine disturbs all; in each round a pass of the target follows its like, as in decoding, where the CPU's caches still hold weights. The context is that of one prompt; a verify step's other work (deciding, recording) is not in it. Prefill is
-left out on both sides.
+The tokens of a verify step are replayed, not modelled. Greedy output is the same with every
+setting. So along a text that the target has decoded plainly, with its true states, the drafter
+drafts the widest tree of each top-k from every token. The tree of each setting is a part of that
+one: the levels up to its steps, and of those the draft tokens of best score (EAGLE-2's own choice).
+The replay goes from verify step to verify step as `eyas.evaluation.offline` does. It leaves out:
+  - steps near the end of a text that was cut, where the target's choice is unknown;
+  - ties of the target that another batch shape swaps.
 
-All of it is our own decoder, in plain torch with one request at a time. A server has other costs (CUDA graphs, batches); its own speed is measured there.
+Seconds are measured for each of:
+  - a plain step;
+  - a verify step of n tokens, as a chain and as a tree with its own attention mask;
+  - the first draft level, with the drafter's run over the new tokens, and after a pass of the
+    target, as in decoding;
+  - each further draft level.
+They are medians of rounds through all of them, so that a busy machine disturbs all alike. In each
+round a pass of the target follows one of the same kind, as in decoding, where the CPU's caches
+still hold weights. The context is that of one prompt. The other work of a verify step (deciding,
+recording) is not measured. Prefill is left out on both sides.
+
+All of this is our own decoder, in plain torch with one request at a time. A server has other costs
+(CUDA graphs, batches); its own speed is measured there.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -23,7 +37,7 @@ import pandas as pd
 import torch
 
 from eyas.config import Config
-from eyas.evaluation.acceptance import DRAFTER, PLAIN, Acceptance, Prompt, decode_all
+from eyas.evaluation.acceptance import DRAFTER, PLAIN, Acceptance, Method, Prompt, decode_all
 from eyas.evaluation.decode import (
     Draft,
     EagleDraft,
@@ -42,18 +56,21 @@ from eyas.models.drafter import Drafter
 from eyas.models.target import Target
 from eyas.progress import Progress
 
-TREE_TOK = (3, 4, 6, 8, 12, 16, 24, 32)  # tokens verified at once, looked at for trees
-ROUNDS, IN_A_ROW = (
-    4,
-    3,
-)  # in a row of the same passes the first is not counted: those before it had the caches for other things
-BUSY = 0.3  # distance of the quartiles of a measurement, relative to its median, from which a prediction is doubted
+TREE_TOK = (3, 4, 6, 8, 12, 16, 24, 32)  # numbers of verified tokens that are looked at for trees
+ROUNDS = 4
+# Passes of the same kind in a row. The first is not counted: the passes before it have filled the
+# CPU's caches with other weights.
+IN_A_ROW = 3
+BUSY = 0.3  # quartile distance / median from which a measured time is doubted
 DTYPES = ("float32", "bfloat16")  # of the target; the drafter is in float32
+PROFILE = "the profile's"
+BEST = "best"
+BEST_TREE = "best tree"
 
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """As SGLang names them: speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens."""
+    """Hold SGLang's speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens."""
 
     steps: int
     topk: int
@@ -64,214 +81,306 @@ class Setting:
 
 
 def grid(config: Config) -> list[Setting]:
-    """Every setting that is looked at: chains and trees up to speed_steps and speed_topk (powers of two), and the profile's own."""
-    own = Setting(config.speculative_num_steps, config.speculative_eagle_topk, config.verified_tok)
-    settings = {own} | {Setting(steps, 1, steps + 1) for steps in range(1, config.speed_steps + 1)}
+    """Return every setting that is looked at.
+
+    These are the profile's own, chains up to `speed_steps`, and trees up to `speed_steps` and
+    `speed_topk` (powers of two).
+    """
+    settings = {_profile_setting(config)}
+    all_steps = range(1, config.speed_steps + 1)
+    settings |= {Setting(steps, 1, steps + 1) for steps in all_steps}
     for topk in (2**i for i in range(1, config.speed_topk.bit_length())):
-        for steps in range(1, config.speed_steps + 1):
-            most = topk + (steps - 1) * topk**2 + 1
-            settings |= {
-                Setting(steps, topk, n) for n in TREE_TOK if max(steps + 1, topk) < n <= most
-            }
+        for steps in all_steps:
+            fewest = max(steps + 1, topk)
+            most = _widest_tree(steps, topk)
+            settings |= {Setting(steps, topk, n) for n in TREE_TOK if fewest < n <= most}
     return sorted(settings, key=lambda s: (s.topk, s.steps, s.draft_tokens))
 
 
-# ---- tokens a verify step gives
+def _profile_setting(config: Config) -> Setting:
+    return Setting(config.speculative_num_steps, config.speculative_eagle_topk, config.verified_tok)
+
+
+def _widest_tree(steps: int, topk: int) -> int:
+    """Return how many tokens a tree with every candidate has, the root included."""
+    return topk + (steps - 1) * topk**2 + 1
+
+
+def _by_topk(settings: list[Setting]) -> dict[int, list[Setting]]:
+    return {
+        topk: [setting for setting in settings if setting.topk == topk]
+        for topk in sorted({setting.topk for setting in settings})
+    }
+
+
+# ---- tokens of a verify step
 
 
 @torch.inference_mode()
 def replay(
     model, drafter: Drafter, prompt_ids: list[int], tokens: list[int], settings: list[Setting]
 ) -> dict[Setting, tuple[int, int]]:
-    """(verify steps, accepted drafts) of each setting along `tokens`, which the target gave greedily after the prompt."""
+    """Return (verify steps, accepted draft tokens) of each setting along a text.
+
+    tokens: what the target gave greedily after the prompt.
+    """
     ended = tokens[-1] in end_ids(model)
     with TargetStream(model, drafter.config.boundaries) as stream:
-        states = stream.forward([*prompt_ids, *tokens[:-1]], keep=1)[
-            1
-        ]  # [prompt + tokens - 1, B*H]
-    hits = {setting: np.zeros(max(len(tokens) - 1, 0), dtype=np.int64) for setting in settings}
-    for topk in sorted({setting.topk for setting in settings}):
-        of_topk = [setting for setting in settings if setting.topk == topk]
-        levels = max(setting.steps for setting in of_topk)
-        method = EagleDraft(
-            drafter, levels, topk, 0 if topk == 1 else topk + (levels - 1) * topk**2 + 1
-        )  # every candidate
+        _, states = stream.forward(
+            [*prompt_ids, *tokens[:-1]], keep=1
+        )  # [prompt + tokens - 1, B*H]
+    n_points = max(len(tokens) - 1, 0)
+    hits = {setting: np.zeros(n_points, dtype=np.int64) for setting in settings}
+    for topk, same_topk in _by_topk(settings).items():
+        levels = max(setting.steps for setting in same_topk)
+        n_candidates = 0 if topk == 1 else _widest_tree(levels, topk)  # 0: a chain, in full
+        method = EagleDraft(drafter, levels, topk, n_candidates)
         method.start(prompt_ids, Sampler(0.0, 0))
-        for at in range(len(tokens) - 1):  # token `at` is the last one committed
-            first = 0 if at == 0 else len(prompt_ids) + at - 1  # of the slots that are new
-            draft = method.draft(
-                [*prompt_ids[1:], tokens[0]] if at == 0 else [tokens[at]],
-                states[first : len(prompt_ids) + at],
-            )
-            for setting, found in _hits(draft, tokens[at + 1 :], of_topk).items():
-                hits[setting][at] = found
-    return {setting: _jump(found, setting.steps, ended) for setting, found in hits.items()}
+        for last in range(len(tokens) - 1):  # index of the last committed token
+            new_tokens = [tokens[last]]
+            first_slot = len(prompt_ids) + last - 1
+            if last == 0:
+                new_tokens = [*prompt_ids[1:], tokens[0]]
+                first_slot = 0
+            draft = method.draft(new_tokens, states[first_slot : len(prompt_ids) + last])
+            for setting, n_hits in _hits(draft, tokens[last + 1 :], same_topk).items():
+                hits[setting][last] = n_hits
+    return {setting: _jump(counts, setting.steps, ended) for setting, counts in hits.items()}
 
 
 def _hits(draft: Draft, following: list[int], settings: list[Setting]) -> dict[Setting, int]:
-    """Accepted drafts if each setting's part of the candidates is verified and `following` is what the target says."""
-    scores, depths = (
-        np.ones(len(draft.tokens), dtype=np.float32),
-        np.ones(len(draft.tokens), dtype=np.int64),
-    )
+    """Return how many draft tokens are accepted if each setting's part of them is verified.
+
+    draft: every candidate. following: the tokens that the target chooses.
+    """
+    n = len(draft.tokens)
+    scores = np.ones(n, dtype=np.float32)
+    depths = np.ones(n, dtype=np.int64)
     for node, (parent, confidence) in enumerate(zip(draft.parents, draft.confidence)):
-        scores[node] = np.float32(confidence) * (scores[parent] if parent >= 0 else np.float32(1))
-        depths[node] = 1 + (depths[parent] if parent >= 0 else 0)
-    children = {
-        (parent, token): node
-        for node, (parent, token) in enumerate(zip(draft.parents, draft.tokens))
-    }
-    path, at = [], -1
+        if parent < 0:
+            scores[node] = np.float32(confidence)
+        else:
+            scores[node] = np.float32(confidence) * scores[parent]
+            depths[node] = 1 + depths[parent]
+    path = _followed_path(draft, following)
+    return {setting: _verified_on_path(path, scores, depths, setting) for setting in settings}
+
+
+def _followed_path(draft: Draft, following: list[int]) -> list[int]:
+    """Return the nodes from the root on whose tokens the target chooses."""
+    edges = zip(draft.parents, draft.tokens)
+    children = {edge: node for node, edge in enumerate(edges)}
+    path = []
+    node = -1
     for token in following:
-        if (at, token) not in children:
+        if (node, token) not in children:
             break
-        at = children[at, token]
-        path.append(at)
-    found = {}
-    for setting in settings:
-        inside = scores[
-            : np.searchsorted(depths, setting.steps, side="right")
-        ]  # candidates stand level by level
-        ahead = [
-            int((inside > scores[node]).sum() + (inside[:node] == scores[node]).sum())
-            for node in path[: setting.steps]
-        ]
-        found[setting] = next(
-            (i for i, rank in enumerate(ahead) if rank >= setting.draft_tokens - 1), len(ahead)
-        )
-    return found
+        node = children[node, token]
+        path.append(node)
+    return path
+
+
+def _verified_on_path(
+    path: list[int], scores: np.ndarray, depths: np.ndarray, setting: Setting
+) -> int:
+    """Return how many nodes of the path are among the setting's candidates of best score.
+
+    scores, depths: [n], of every candidate. Candidates stand level by level.
+    """
+    n_within = np.searchsorted(depths, setting.steps, side="right")
+    within = scores[:n_within]
+    for i, node in enumerate(path[: setting.steps]):
+        n_better = (within > scores[node]).sum()
+        n_equal_before = (within[:node] == scores[node]).sum()
+        if n_better + n_equal_before >= setting.draft_tokens - 1:
+            return i
+    return min(len(path), setting.steps)
 
 
 def _jump(hits: np.ndarray, steps: int, ended: bool) -> tuple[int, int]:
-    """Verify steps and accepted drafts of a walk over `hits`, the last steps of a text that was cut left out."""
+    """Return verify steps and accepted draft tokens of a walk over `hits`, [tokens - 1].
+
+    The last steps of a text that was cut are left out.
+    """
     known = len(hits) if ended else len(hits) - steps + 1
-    verify_steps = accepted = at = 0
-    while at < known:
+    verify_steps = 0
+    accepted = 0
+    position = 0
+    while position < known:
+        n_hits = int(hits[position])
         verify_steps += 1
-        accepted += int(hits[at])
-        at += int(hits[at]) + 1
+        accepted += n_hits
+        position += n_hits + 1
     return verify_steps, accepted
 
 
 # ---- seconds
 
 
+@dataclass(frozen=True)
+class _Job:
+    """Hold something that is timed, and what runs untimed before and after it."""
+
+    run: Callable[[], object]
+    before: Callable[[], object] = lambda: None
+    after: Callable[[], object] = lambda: None
+
+
 @torch.inference_mode()
 def costs(model, drafter: Drafter, prompt_ids: list[int], settings: list[Setting]) -> dict:
-    """Measured seconds: {"plain_step_s", "verify_step_s": {"chain" | "tree": {n: s}}, "first_level_s": {topk: s}, "level_s": {topk: s}, "spread", "rounds", "context_tok"}.
+    """Return measured seconds.
 
-    `spread` is the largest distance between the quartiles of one of the measurements, relative to its median.
+    {"plain_step_s", "verify_step_s": {"chain" | "tree": {n: s}}, "first_level_s": {topk: s},
+    "level_s": {topk: s}, "spread", "rounds", "context_tok"}. `spread` is the largest distance
+    between the quartiles of one of the measurements, relative to its median.
     """
-    token, topks = prompt_ids[-1], sorted({setting.topk for setting in settings})
     levels = {
-        topk: max(setting.steps for setting in settings if setting.topk == topk) for topk in topks
+        topk: max(setting.steps for setting in same_topk)
+        for topk, same_topk in _by_topk(settings).items()
     }
-    plain, verifying = TargetStream(model, ()), TargetStream(model, drafter.config.boundaries)
+    plain = TargetStream(model, ())
+    verifying = TargetStream(model, drafter.config.boundaries)
     plain.forward(prompt_ids, keep=1)
     _, states = verifying.forward(prompt_ids, keep=1)
+    jobs = {
+        "plain": _plain_job(plain, prompt_ids[-1]),
+        **_verify_jobs(verifying, prompt_ids[-1], settings),
+        **_draft_jobs(drafter, plain, prompt_ids, states, levels),
+    }
+    with plain, verifying:
+        seconds = _time_jobs(jobs, str(model.dtype).removeprefix("torch."))
+    quartiles = {name: np.quantile(times, [0.25, 0.5, 0.75]) for name, times in seconds.items()}
+    median = {name: float(middle) for name, (_, middle, _) in quartiles.items()}
+    return {
+        "plain_step_s": median["plain"],
+        "verify_step_s": {shape: _medians_of_shape(median, shape) for shape in ("chain", "tree")},
+        "first_level_s": {str(topk): median["draft", topk, 1] for topk in levels},
+        "level_s": {str(topk): _level_seconds(median, topk, n) for topk, n in levels.items()},
+        "spread": max(float((high - low) / middle) for low, middle, high in quartiles.values()),
+        "rounds": ROUNDS,
+        "context_tok": len(prompt_ids),
+    }
 
-    def plain_step():
-        logits, _ = plain.forward([token], keep=1)
-        logits.argmax(dim=-1).tolist()
-        logits.topk(2).values.tolist()
 
-    def verify_step(parents: list[int]):
+def _plain_step(plain: TargetStream, token: int) -> None:
+    logits, _ = plain.forward([token], keep=1)
+    logits.argmax(dim=-1).tolist()
+    logits.topk(2).values.tolist()
+
+
+def _plain_job(plain: TargetStream, token: int) -> _Job:
+    return _Job(lambda: _plain_step(plain, token), after=lambda: plain.roll_back(1, []))
+
+
+def _verify_jobs(verifying: TargetStream, token: int, settings: list[Setting]) -> dict[tuple, _Job]:
+    """Return a job for each shape and number of verified tokens."""
+
+    def verify_step(parents: list[int]) -> None:
         n = len(parents) + 1
         logits, _ = verifying.forward([token] * n, keep=n, parents=parents)
         logits.argmax(dim=-1).tolist()
         logits[:1].topk(2).values.tolist()
         verifying.roll_back(n, [0])
 
-    def drafting(topk: int, steps: int) -> EagleDraft:
-        method = EagleDraft(drafter, steps, topk)
-        method.start(prompt_ids, Sampler(0.0, 0))
-        method.draft([*prompt_ids[1:], token], states)
-        return method
+    jobs = {}
+    for setting in settings:
+        nodes = range(setting.draft_tokens - 1)
+        shape = "chain" if setting.topk == 1 else "tree"
+        parents = [i - 1 for i in nodes] if shape == "chain" else [i // 2 - 1 for i in nodes]
+        jobs[shape, setting.draft_tokens] = _Job(
+            lambda parents=parents: verify_step(parents),
+            after=lambda: verifying.roll_back(1, []),
+        )
+    return jobs
 
-    def nothing():
-        pass
 
-    def forget_plain():
+def _draft_jobs(
+    drafter: Drafter,
+    plain: TargetStream,
+    prompt_ids: list[int],
+    states: torch.Tensor,
+    levels: dict[int, int],
+) -> dict[tuple, _Job]:
+    """Return for each top-k the jobs of drafting one level and all levels.
+
+    states: [prompt, B*H]. levels: the most draft steps of each top-k.
+    """
+    token = prompt_ids[-1]
+
+    def target_first() -> None:
+        # In decoding a draft follows a pass of the target, which pushes the drafter's weights out
+        # of the CPU's caches. The first level then takes four times as long as without that pass.
+        _plain_step(plain, token)
         plain.roll_back(1, [])
 
-    def target_first():  # a draft follows a pass of the target, which has the drafter's weights out of the CPU's caches: the first level takes four times as long as without
-        plain_step()
-        forget_plain()
-
-    jobs = {"plain": (nothing, plain_step, forget_plain)}  # before, what is measured, after
-    for setting in settings:
-        shape = "chain" if setting.topk == 1 else "tree"
-        parents = [
-            i - 1 if shape == "chain" else i // 2 - 1 for i in range(setting.draft_tokens - 1)
-        ]
-        jobs[shape, setting.draft_tokens] = (
-            nothing,
-            lambda parents=parents: verify_step(parents),
-            lambda: verifying.roll_back(1, []),
-        )
-    for topk in topks:
-        for steps in {1, levels[topk]}:
-            method = drafting(topk, steps)
-            jobs["draft", topk, steps] = (
-                target_first,
+    jobs = {}
+    for topk, most_steps in levels.items():
+        for steps in {1, most_steps}:
+            method = EagleDraft(drafter, steps, topk)
+            method.start(prompt_ids, Sampler(0.0, 0))
+            method.draft([*prompt_ids[1:], token], states)
+            jobs["draft", topk, steps] = _Job(
                 lambda method=method: method.draft([token, token], states[:2]),
-                lambda method=method: method.cache.truncate(len(prompt_ids)),
+                before=target_first,
+                after=lambda method=method: method.cache.truncate(len(prompt_ids)),
             )
+    return jobs
+
+
+def _time_jobs(jobs: dict, note: str) -> dict[str | tuple, list[float]]:
+    """Return the seconds of each job, in rounds through all of them."""
     seconds = {name: [] for name in jobs}
-    with plain, verifying, Progress(ROUNDS, "rounds") as progress:
+    with Progress(ROUNDS, "rounds") as progress:
         for _ in range(ROUNDS):
-            for name, (before, job, after) in jobs.items():
-                for again in range(IN_A_ROW):
-                    before()
+            for name, job in jobs.items():
+                for i in range(IN_A_ROW):
+                    job.before()
                     start = time.perf_counter()
-                    job()
+                    job.run()
                     elapsed_s = time.perf_counter() - start
-                    after()
-                    if again:
+                    job.after()
+                    if i > 0:
                         seconds[name].append(elapsed_s)
-            progress.update(samples=1, note=str(model.dtype).removeprefix("torch."))
-    quartiles = {name: np.quantile(found, [0.25, 0.5, 0.75]) for name, found in seconds.items()}
-    median = {name: float(q[1]) for name, q in quartiles.items()}
-    return {
-        "plain_step_s": median["plain"],
-        "verify_step_s": {
-            shape: {str(name[1]): s for name, s in median.items() if name[0] == shape}
-            for shape in ("chain", "tree")
-        },
-        "first_level_s": {str(topk): median["draft", topk, 1] for topk in topks},
-        "level_s": {
-            str(topk): max(median["draft", topk, levels[topk]] - median["draft", topk, 1], 0.0)
-            / max(levels[topk] - 1, 1)
-            for topk in topks
-        },
-        "spread": max(float((q[2] - q[0]) / q[1]) for q in quartiles.values()),
-        "rounds": ROUNDS,
-        "context_tok": len(prompt_ids),
-    }
+            progress.update(samples=1, note=note)
+    return seconds
+
+
+def _medians_of_shape(median: dict, shape: str) -> dict[str, float]:
+    """Return the median seconds of a verify step by its number of tokens."""
+    return {str(name[1]): seconds for name, seconds in median.items() if name[0] == shape}
+
+
+def _level_seconds(median: dict, topk: int, levels: int) -> float:
+    """Return the seconds of one further draft level."""
+    further_s = median["draft", topk, levels] - median["draft", topk, 1]
+    return max(further_s, 0.0) / max(levels - 1, 1)
 
 
 def step_seconds(setting: Setting, cost: dict) -> float:
-    """Seconds of drafting and verifying once, from what `costs` measured."""
-    verify = cost["verify_step_s"]["chain" if setting.topk == 1 else "tree"][
-        str(setting.draft_tokens)
-    ]
+    """Return the seconds of drafting and verifying once, from what `costs` measured."""
+    shape = "chain" if setting.topk == 1 else "tree"
+    topk = str(setting.topk)
     return (
-        cost["first_level_s"][str(setting.topk)]
-        + (setting.steps - 1) * cost["level_s"][str(setting.topk)]
-        + verify
+        cost["first_level_s"][topk]
+        + (setting.steps - 1) * cost["level_s"][topk]
+        + cost["verify_step_s"][shape][str(setting.draft_tokens)]
     )
 
 
 def predict(counts: dict[Setting, list[tuple[int, int]]], cost: dict, seed: int) -> pd.DataFrame:
-    """A row a setting: steps, topk, draft_tokens, verify_steps, accepted, acceptance_length (bonus token included), step_s and the predicted speed-up, low and high.
+    """Return one row a setting with its predicted speed-up.
 
-    counts: (verify steps, accepted) of each prompt. The interval is that of the prompts; the seconds count as exact.
+    The columns are steps, topk, draft_tokens, verify_steps, accepted, acceptance_length (bonus
+    token included), step_s, predicted, low and high.
+    counts: (verify steps, accepted) of each prompt. The interval is over prompts; the seconds count
+    as exact.
     """
     rows = []
-    for setting, found in counts.items():
-        steps, accepted = np.array(found).T
+    for setting, prompt_counts in counts.items():
+        steps, accepted = np.array(prompt_counts).T  # [prompts] each
         step_s = step_seconds(setting, cost)
-        ratio = ratio_interval((steps + accepted) * cost["plain_step_s"], steps * step_s, seed)
+        plain_s = (steps + accepted) * cost["plain_step_s"]
+        ratio = ratio_interval(plain_s, steps * step_s, seed)
         rows.append(
             asdict(setting)
             | {
@@ -291,36 +400,36 @@ def predict(counts: dict[Setting, list[tuple[int, int]]], cost: dict, seed: int)
 
 
 def decoding_ratio(plain: list[Trace], speculative: list[Trace], seed: int) -> dict:
-    """Speed of speculative against plain decoding without the prefill, for as many tokens; with its interval over prompts."""
-    given = [
-        sum(len(step.accepted) + (step.bonus is not None) for step in trace.steps)
-        for trace in speculative
-    ]  # the last step whole
-    wanted = [
-        (trace.seconds - trace.prefill_s) / max(len(trace.tokens) - 1, 1) * n
-        for trace, n in zip(plain, given)
-    ]
-    return ratio_interval(
-        wanted, [trace.draft_s + trace.verify_s for trace in speculative], seed
-    ).as_dict()
+    """Return the speed of speculative divided by plain decoding, without the prefill.
+
+    Both are for as many tokens. The interval is over prompts.
+    """
+    plain_s = []
+    for plain_trace, trace in zip(plain, speculative):
+        # The last verify step counts whole, although the output may be cut inside it.
+        n_tok = sum(len(step.accepted) + (step.bonus is not None) for step in trace.steps)
+        decoding_s = plain_trace.seconds - plain_trace.prefill_s
+        plain_s.append(decoding_s / max(len(plain_trace.tokens) - 1, 1) * n_tok)
+    speculative_s = [trace.draft_s + trace.verify_s for trace in speculative]
+    return ratio_interval(plain_s, speculative_s, seed).as_dict()
 
 
 def model_speed(
     config: Config, target: Target, drafter: Drafter, prompts: list[Prompt], acceptance: Acceptance
 ) -> dict:
-    """Predict every setting of the grid for the first `baseline_prompts` prompts in float32 and bfloat16, and hold it against decoding.
+    """Predict every setting of the grid in float32 and bfloat16, and compare with decoding.
 
-    The profile's own setting was decoded by `measure`; the best one and the best tree are decoded here, in bfloat16, beside plain decoding. Writes speed.json into
-    the run's acceptance folder: "settings", and for each of "dtypes" what things cost, the whole "grid", "best" by prediction, and what was "measured".
+    The first `baseline_prompts` prompts are used. `measure` has decoded the profile's own setting.
+    The best setting and the best tree are decoded here, in bfloat16, beside plain decoding.
+    Write speed.json into the run's acceptance folder: "settings", and for each of "dtypes" the
+    "costs", the whole "grid", the "best" by prediction, and what was "measured".
     """
     torch.set_num_threads(config.threads)
-    drafter, settings, chosen = (
-        drafter.to(config.device).eval(),
-        grid(config),
-        prompts[: config.baseline_prompts],
-    )
-    own = Setting(config.speculative_num_steps, config.speculative_eagle_topk, config.verified_tok)
-    typical = sorted(chosen, key=lambda p: len(p.input_ids))[len(chosen) // 2]
+    drafter = drafter.to(config.device).eval()
+    settings = grid(config)
+    chosen = prompts[: config.baseline_prompts]
+    by_length = sorted(chosen, key=lambda prompt: len(prompt.input_ids))
+    typical = by_length[len(chosen) // 2]
     record: dict = {
         "settings": {
             "prompts": len(chosen),
@@ -334,150 +443,192 @@ def model_speed(
         },
         "dtypes": {},
     }
-    counts: dict[Setting, list[tuple[int, int]]] = {setting: [] for setting in settings}
+    counts: dict[Setting, list[tuple[int, int]]] = {}
     for dtype in DTYPES:
         model = load_model(target, getattr(torch, dtype), config.device)
-        if dtype == "float32":
-            with Progress(len(chosen), "texts replayed") as progress:
-                for prompt, plain in zip(chosen, acceptance.traces[dtype][PLAIN]):
-                    for setting, found in replay(
-                        model, drafter, prompt.input_ids, plain.tokens, settings
-                    ).items():
-                        counts[setting].append(found)
-                    progress.update(samples=1)
+        traces = acceptance.traces[dtype]
+        if dtype == "float32":  # greedy output is replayed once; bfloat16 uses the same counts
+            counts = _replay_prompts(model, drafter, chosen, traces[PLAIN], settings)
         cost = costs(model, drafter, typical.input_ids, settings)
         table = predict(counts, cost, config.seed)
-        ranked = [
-            _setting(row)
-            for row in table.sort_values("predicted", ascending=False).to_dict("records")
-        ]
-        best, tree = ranked[0], next((setting for setting in ranked if setting.topk > 1), None)
-        names = {
-            setting: " and ".join(
-                name
-                for name, it in (("the profile's", own), ("best", best), ("best tree", tree))
-                if it == setting
-            )
-            for setting in (own, best, tree)
-            if setting
-        }
+        best, names = _named_settings(table, _profile_setting(config))
         decoded = {}
-        if config.temperature == 0 and acceptance.traces[dtype][DRAFTER]:
-            decoded[own] = tuple(
-                acceptance.traces[dtype][name][: len(chosen)] for name in (PLAIN, DRAFTER)
-            )
+        if config.temperature == 0 and traces[DRAFTER]:
+            n = len(chosen)
+            decoded[_profile_setting(config)] = traces[PLAIN][:n], traces[DRAFTER][:n]
         if dtype == "bfloat16":
-            made = {PLAIN: lambda prompt, n_tok, model=model: greedy_decode(model, prompt, n_tok)}
-            for setting in (setting for setting in names if setting not in decoded):
-                method = EagleDraft(drafter, setting.steps, setting.topk, setting.draft_tokens)
-                made[setting] = lambda prompt, n_tok, model=model, method=method: (
-                    speculative_decode(model, method, prompt, n_tok)
-                )
-            traces = decode_all(made, chosen, config, "bfloat16, best settings")
-            decoded |= {setting: (traces[PLAIN], traces[setting]) for setting in list(made)[1:]}
-        measured = [
-            _against(table, setting, names[setting], *pair, config.seed)
-            for setting, pair in decoded.items()
-        ]
+            missing = [setting for setting in names if setting not in decoded]
+            decoded |= _decode_settings(model, drafter, missing, chosen, config)
         record["dtypes"][dtype] = {
             "costs": cost,
-            "best": next(row for row in table.to_dict("records") if _setting(row) == best),
-            "measured": measured,
+            "best": _row_of(table, best),
+            "measured": [
+                _compare_prediction(table, setting, names[setting], plain, speculative, config.seed)
+                for setting, (plain, speculative) in decoded.items()
+            ],
             "grid": table.to_dict("records"),
         }
     write_json(config.acceptance_dir / "speed.json", record)
     return record
 
 
+def _replay_prompts(
+    model, drafter: Drafter, prompts: list[Prompt], plain: list[Trace], settings: list[Setting]
+) -> dict[Setting, list[tuple[int, int]]]:
+    """Return (verify steps, accepted draft tokens) of each setting and prompt."""
+    counts: dict[Setting, list[tuple[int, int]]] = {setting: [] for setting in settings}
+    with Progress(len(prompts), "texts replayed") as progress:
+        for prompt, trace in zip(prompts, plain):
+            replayed = replay(model, drafter, prompt.input_ids, trace.tokens, settings)
+            for setting, setting_counts in replayed.items():
+                counts[setting].append(setting_counts)
+            progress.update(samples=1)
+    return counts
+
+
+def _named_settings(table: pd.DataFrame, profile: Setting) -> tuple[Setting, dict[Setting, str]]:
+    """Return the best setting by prediction, and the settings that are compared with their names.
+
+    One setting may have several names, joined by " and ".
+    """
+    rows = table.sort_values("predicted", ascending=False).to_dict("records")
+    ranked = [_setting(row) for row in rows]
+    best_tree = next((setting for setting in ranked if setting.topk > 1), None)
+    names: dict[Setting, list[str]] = {}
+    for name, setting in ((PROFILE, profile), (BEST, ranked[0]), (BEST_TREE, best_tree)):
+        if setting:
+            names.setdefault(setting, []).append(name)
+    return ranked[0], {setting: " and ".join(words) for setting, words in names.items()}
+
+
+def _decode_settings(
+    model, drafter: Drafter, settings: list[Setting], prompts: list[Prompt], config: Config
+) -> dict[Setting, tuple[list[Trace], list[Trace]]]:
+    """Return plain and speculative traces of each setting."""
+
+    def speculative(setting: Setting) -> Method:
+        method = EagleDraft(drafter, setting.steps, setting.topk, setting.draft_tokens)
+        return lambda prompt, n_tok: speculative_decode(model, method, prompt, n_tok)
+
+    decoders: dict[str | Setting, Method] = {
+        PLAIN: lambda prompt, n_tok: greedy_decode(model, prompt, n_tok)
+    }
+    decoders |= {setting: speculative(setting) for setting in settings}
+    traces = decode_all(decoders, prompts, config, "bfloat16, best settings")
+    return {setting: (traces[PLAIN], traces[setting]) for setting in settings}
+
+
 def _setting(row: dict) -> Setting:
     return Setting(row["steps"], row["topk"], row["draft_tokens"])
 
 
-def _against(
+def _row_of(table: pd.DataFrame, setting: Setting) -> dict:
+    return next(row for row in table.to_dict("records") if _setting(row) == setting)
+
+
+def _compare_prediction(
     table: pd.DataFrame,
     setting: Setting,
-    what: str,
+    name: str,
     plain: list[Trace],
     speculative: list[Trace],
     seed: int,
 ) -> dict:
-    """A setting predicted and measured: counts, acceptance lengths (bonus token included), speed-ups without the prefill and with it."""
-    row = next(row for row in table.to_dict("records") if _setting(row) == setting)
-    steps, accepted = (
-        sum(len(trace.steps) for trace in speculative),
-        sum(len(step.accepted) for trace in speculative for step in trace.steps),
-    )
+    """Return a setting predicted and measured.
+
+    It has counts, acceptance lengths (bonus token included), and speed-ups without the prefill and
+    with it.
+    """
+    row = _row_of(table, setting)
+    steps = [step for trace in speculative for step in trace.steps]
+    accepted = sum(len(step.accepted) for step in steps)
+    plain_s = [
+        plain_trace.seconds * len(trace.tokens) / len(plain_trace.tokens)
+        for plain_trace, trace in zip(plain, speculative)
+    ]
+    speculative_s = [trace.seconds for trace in speculative]
     return asdict(setting) | {
-        "what": what,
+        "what": name,
         "prompts": len(speculative),
-        "verify_steps": steps,
+        "verify_steps": len(steps),
         "accepted": accepted,
-        "acceptance_length": 1 + accepted / max(steps, 1),
+        "acceptance_length": 1 + accepted / max(len(steps), 1),
         "predicted_acceptance_length": row["acceptance_length"],
         "predicted": row["predicted"],
         "measured": decoding_ratio(plain, speculative, seed),
-        "with_prefill": ratio_interval(
-            [t.seconds * len(s.tokens) / len(t.tokens) for t, s in zip(plain, speculative)],
-            [s.seconds for s in speculative],
-            seed,
-        ).as_dict(),
+        "with_prefill": ratio_interval(plain_s, speculative_s, seed).as_dict(),
     }
 
 
-def verdict(record: dict) -> str:
-    """speed.json in plain words: serve it or not, with which setting, how fast and how sure. The answer is bfloat16's, in which targets are served."""
-    lines, answers = [], []
-    for dtype, found in record["dtypes"].items():
-        best = next(
-            (row for row in found["measured"] if "best" in row["what"].split(" and ")), None
-        )
-        own = next(
-            (row for row in found["measured"] if row["what"].startswith("the profile's")), None
-        )
-        name = f"with {_setting(found['best'])}, the best of {len(found['grid'])} settings by prediction ({found['best']['predicted']:.2f})"
-        if best is None:
-            said = name
-        else:
-            answers.append(answer(best["measured"]))
-            said = f"{answers[-1]}: {_times(best['measured'])}, {name}"
-        lines.append(
-            f"{dtype}: {said}"
-            + (
-                ""
-                if own is best or own is None
-                else f"; the profile's own setting {_times(own['measured'])} (predicted {own['predicted']:.2f})"
-            )
-        )
-        if found["costs"]["spread"] > BUSY:
+# ---- to read
+
+
+def speed_text(record: dict) -> str:
+    """Return speed.json in words: serve it or not, with which setting, how fast and how sure.
+
+    The last dtype gives the answer: bfloat16, in which targets are served.
+    """
+    lines = []
+    last_answer = ""
+    for dtype, part in record["dtypes"].items():
+        best = _measured_as(part, BEST)
+        if best is not None:
+            last_answer = answer(best["measured"])
+        lines.append(f"{dtype}: {_dtype_text(part)}")
+        spread = part["costs"]["spread"]
+        if spread > BUSY:
             lines.append(
-                f"  its seconds scattered by {found['costs']['spread']:.0%} between rounds: a busy machine, so measure again before a prediction is used"
+                f"  its seconds scattered by {spread:.0%} between rounds: a busy machine, "
+                "so measure again before a prediction is used"
             )
-    return "\n".join(
-        [
-            f"{answers[-1]} in {list(record['dtypes'])[-1]}, says the speed model of this machine ({record['settings']['prompts']} prompts, our own decoder, prefill left out)",
-            *lines,
-        ]
+    dtype = list(record["dtypes"])[-1]
+    first = (
+        f"{last_answer} in {dtype}, says the speed model of this machine "
+        f"({record['settings']['prompts']} prompts, our own decoder, prefill left out)"
     )
+    return "\n".join([first, *lines])
+
+
+def _measured_as(part: dict, name: str) -> dict | None:
+    """Return the measured row that has this name, None where there is none."""
+    rows = (row for row in part["measured"] if name in row["what"].split(" and "))
+    return next(rows, None)
+
+
+def _dtype_text(part: dict) -> str:
+    best = _measured_as(part, BEST)
+    profile = _measured_as(part, PROFILE)
+    text = (
+        f"with {_setting(part['best'])}, the best of {len(part['grid'])} settings "
+        f"by prediction ({part['best']['predicted']:.2f})"
+    )
+    if best is not None:
+        text = f"{answer(best['measured'])}: {_times(best['measured'])}, {text}"
+    if profile is not None and profile is not best:
+        text += (
+            f"; the profile's own setting {_times(profile['measured'])} "
+            f"(predicted {profile['predicted']:.2f})"
+        )
+    return text
 
 
 def _times(ratio: dict) -> str:
-    return f"{ratio['value']:.2f} times plain decoding" + (
-        "" if ratio["low"] is None else f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"
-    )
+    interval = "" if ratio["low"] is None else f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+    return f"{ratio['value']:.2f} times plain decoding{interval}"
 
 
 def cost_table(record: dict) -> pd.DataFrame:
-    """Milliseconds of each part of a step, a column a dtype; from speed.json."""
+    """Return the milliseconds of each part of a step from speed.json, one column a dtype."""
     columns = {}
-    for dtype, found in record["dtypes"].items():
-        cost = found["costs"]
-        column = columns[dtype] = {"plain step": cost["plain_step_s"]}
-        column |= {f"first draft level, top-k {k}": s for k, s in cost["first_level_s"].items()} | {
-            f"each further one, top-k {k}": s for k, s in cost["level_s"].items()
-        }
-        column |= {
-            f"verify step, {shape} of {n} tokens": s
-            for shape in ("chain", "tree")
-            for n, s in cost["verify_step_s"][shape].items()
-        }
+    for dtype, part in record["dtypes"].items():
+        cost = part["costs"]
+        column = {"plain step": cost["plain_step_s"]}
+        for topk, seconds in cost["first_level_s"].items():
+            column[f"first draft level, top-k {topk}"] = seconds
+        for topk, seconds in cost["level_s"].items():
+            column[f"each further one, top-k {topk}"] = seconds
+        for shape in ("chain", "tree"):
+            for n, seconds in cost["verify_step_s"][shape].items():
+                column[f"verify step, {shape} of {n} tokens"] = seconds
+        columns[dtype] = column
     return 1000 * pd.DataFrame(columns)

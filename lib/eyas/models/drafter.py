@@ -359,6 +359,8 @@ def initial_drafter(
         drafter.fc.weight.zero_()
         drafter.fc.weight[:, -h:].fill_diagonal_(last_rms if config.fc_norm else 1.0)
         for name, parameter in layer.named_parameters():
+            if name == "input_layernorm.weight":
+                continue
             source = block.get("input_layernorm.weight" if name == "hidden_norm.weight" else name)
             if (
                 name.startswith(("self_attn.q", "self_attn.k", "self_attn.v"))
@@ -367,11 +369,7 @@ def initial_drafter(
             ):
                 parameter[:, :h] = 0.0
                 parameter[:, h:] = source
-            elif (
-                source is not None
-                and source.shape == parameter.shape
-                and name != "input_layernorm.weight"
-            ):
+            elif source is not None and source.shape == parameter.shape:
                 parameter.copy_(source)
     return drafter
 

@@ -18,7 +18,14 @@ from safetensors.torch import load_file
 
 from eyas.errors import EyasError
 from eyas.files import read_json, sha256_file
-from eyas.models.boundaries import check_boundaries
+from eyas.models.boundaries import MIN_BLOCKS, check_boundaries, default_boundaries
+from eyas.models.checkpoint_config import (
+    DEFAULT_POSITIONS,
+    LAYER_IDS,
+    check_config,
+    remarks,
+    rope_of,
+)
 from eyas.models.continuation import is_free, only_one
 from eyas.models.drafter import Drafter, DrafterConfig, ImportedConfig, save_drafter, scaled_rope
 from eyas.models.export import LAYER, architecture, check_keys
@@ -42,7 +49,9 @@ OF_THE_VERIFIER = (
     "verifier_norm.weight",
     "verifier_lm_head.weight",
 )  # speculators needs them in training only
-NEEDED = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size", "rms_norm_eps")
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SAVE_AGAIN = "save or copy the checkpoint again, whole and not quantised; then the same command"
 UNSUPPORTED = ("bias", "attention_bias", "mlp_bias", "qkv_bias")
 
 
@@ -63,11 +72,7 @@ class Checkpoint:
         return (
             f"{o['folder']}: {o['layout']} layout, D {config.draft_vocab_size:,} of {config.vocab_size:,}; {', '.join(norms) or 'no further norms'}; embedding {o['embedding']}\n"
             f"boundaries {', '.join(map(str, config.boundaries))}: {o['boundaries_from']}"
-            + (
-                f"\nits attention has a window of {o['sliding_window']:,} tokens, here it has none: the same for texts up to that"
-                if o["sliding_window"]
-                else ""
-            )
+            + "".join(f"\nnote: {remark}" for remark in o["remarks"])
         )
 
 
@@ -115,12 +120,15 @@ def read_checkpoint(
     """
     folder = Path(folder)
     record = _config_file(folder)
+    check_config(folder.name, record)
     theirs = record.get("speculators_model_type") is not None
     layer = record.get("transformer_layer_config") or {} if theirs else record
     eagle = record if theirs else record.get("eagle_config") or {}
     _check_kind(folder.name, record, layer, eagle, theirs)
     _check_target(folder.name, record, layer, target)
+    given = boundaries
     boundaries, said = _boundaries(folder.name, record, eagle, theirs, target, ids_of, boundaries)
+    _check_count(folder.name, record, boundaries)
     paths = _weight_files(folder)
     weights = _weights(paths)
     for old, new in LEGACY.items():
@@ -142,6 +150,7 @@ def read_checkpoint(
         weights |= {"d2t": torch.zeros(config.vocab_size, dtype=torch.int64)}
         weights.setdefault("lm_head.weight", target.head().lm_head)
     check_keys(weights, config)
+    _check_weights(folder.name, weights, config)
     vocab, order = _vocab(weights.pop("d2t"), weights.pop("t2d", None), config)
     weights["lm_head.weight"] = weights["lm_head.weight"][order]
     if not own:
@@ -163,9 +172,10 @@ def read_checkpoint(
         "config": record,
         "boundaries_from": said,
         "embedding": "its own" if own else "the target's",
-        "sliding_window": layer.get("sliding_window")
-        if "sliding_attention" in (layer.get("layer_types") or [])
-        else None,
+        "remarks": [
+            *remarks(layer, target.context_tok),
+            *_layer_id_remarks(eagle, theirs, target, ids_of, given),
+        ],
     }
     return Checkpoint(drafter.eval(), origin)
 
@@ -206,11 +216,6 @@ def _check_kind(name: str, record: dict, layer: dict, eagle: dict, theirs: bool)
     if theirs and layer.get("model_type") != "llama":
         raise EyasError(
             f"{name!r} has a draft layer of type {layer.get('model_type')!r}", "'llama'"
-        )
-    if missing := [key for key in NEEDED if layer.get(key) is None]:
-        raise EyasError(
-            f"the config.json of {name!r} has no {', '.join(missing)}",
-            "the file that save_pretrained wrote",
         )
     extra = [part for part in UNSUPPORTED if layer.get(part)] + ["tie_word_embeddings"] * bool(
         record.get("tie_word_embeddings")
@@ -286,6 +291,17 @@ def _boundaries(
         if ids
         else f"no layer ids: the default of {engine}",
     )
+
+
+def _check_count(name: str, record: dict, boundaries: tuple[int, ...]) -> None:
+    """Raise EyasError where config.json names another number of boundaries than feed the drafter."""
+    count = record.get("num_aux_hidden_states")
+    if count not in (None, len(boundaries)):
+        raise EyasError(
+            f"num_aux_hidden_states in the config.json of {name!r} is {count}",
+            f"{len(boundaries)}, one for each of the boundaries {list(boundaries)}",
+            "correct config.json, or the same command with -p boundaries B,B,B",
+        )
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -373,9 +389,7 @@ def _config(
     own_embedding: bool,
 ) -> DrafterConfig:
     """Our description of the drafter. EyasError where its RoPE is of a kind that we don't have."""
-    rope = layer.get("rope_parameters") or {}
-    scaling = layer.get("rope_scaling") or rope
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    rope = rope_of("the checkpoint", layer)
     n_heads = layer["num_attention_heads"]
     shape = dict(
         hidden_size=layer["hidden_size"],
@@ -387,8 +401,8 @@ def _config(
         head_dim=layer.get("head_dim") or layer["hidden_size"] // n_heads,
         intermediate_size=layer["intermediate_size"],
         rms_norm_eps=layer["rms_norm_eps"],
-        rope_theta=float(layer.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        max_position_embeddings=layer["max_position_embeddings"],
+        rope_theta=rope["rope_theta"],
+        max_position_embeddings=layer.get("max_position_embeddings") or DEFAULT_POSITIONS,
         boundaries=boundaries,
         fc_norm=bool(record.get("fc_norm") or record.get("use_aux_norm")),
         norm_output=bool(record.get("norm_output")),
@@ -397,14 +411,53 @@ def _config(
         norm_before_fc=bool(eagle.get("norm_before_fc", record.get("norm_before_fc", False))),
         norm_before_residual=norm_before_residual,
         own_embedding=own_embedding,
-        rope_scaling={name: value for name, value in scaling.items() if name != "rope_theta"}
-        if kind != "default"
-        else None,
+        rope_scaling=rope["scaling"],
     )
     config = ImportedConfig(**shape, **more) if any(more.values()) else DrafterConfig(**shape)
     if config.rope_scaling:
         scaled_rope(config)
     return config
+
+
+def _layer_id_remarks(
+    eagle: dict, theirs: bool, target: Target, ids_of: str, given: tuple[int, ...]
+) -> list[str]:
+    """Return a remark where SGLang's reading of the layer ids is probably not the trainer's."""
+    ids = eagle.get(LAYER_IDS)
+    if theirs or ids_of or given or not ids or target.n_blocks < MIN_BLOCKS:
+        return []
+    default = default_boundaries(target.n_blocks)
+    if sorted(ids) != list(default) or engine_boundaries(
+        ids, architecture(target), target.n_blocks, SGLANG
+    ) == tuple(default):
+        return []
+    shown = ", ".join(map(str, default))
+    return [
+        f"its layer ids are {shown}, which is 2, N//2, N-3: as boundaries that is the usual default,"
+        " and SGLang reads each id one further. If it was trained with vLLM, speculators or EAGLE's"
+        " own code, import it again with --ids-of vllm, speculators or eagle"
+    ]
+
+
+def _check_weights(name: str, weights: dict[str, torch.Tensor], config: DrafterConfig) -> None:
+    """Raise EyasError for a weight that is no plain number type, and for a head of another size."""
+    for key, tensor in weights.items():
+        if key == "d2t":
+            fits, expected = tensor.dtype in INTEGERS, "whole numbers (int64)"
+        elif key == "t2d":
+            fits, expected = tensor.dtype in (torch.bool, *INTEGERS), "bool"
+        else:
+            fits, expected = tensor.dtype in FLOATS, "float32, bfloat16 or float16"
+        if not fits:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise EyasError(f"{key} of {name!r} is stored as {dtype}", expected, SAVE_AGAIN)
+    head = weights["lm_head.weight"]
+    if head.ndim != 2 or len(head) != config.draft_vocab_size:
+        raise EyasError(
+            f"lm_head.weight of {name!r} has the shape {list(head.shape)}",
+            f"{config.draft_vocab_size} rows, the draft_vocab_size of its config.json",
+            SAVE_AGAIN,
+        )
 
 
 def _vocab(

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from eyas.errors import EyasError
 from eyas.files import ROOT, data_dir, read_json, sha256_file, sha256_json, write_json
 from eyas.models.boundaries import MIN_BLOCKS, default_boundaries
+from eyas.models.dense_weights import DenseWeights, PartOfWeights
 from eyas.models.weights import Comparison, compare, torn
 from eyas.progress import bytes_text
 
@@ -135,17 +136,21 @@ class Target:
             )
         return model.eval()
 
+    @functools.cached_property
+    def dense(self) -> DenseWeights:
+        """The weights by name, dequantised where the folder holds codes; each is read when it is asked for."""
+        return DenseWeights(self.folder, _weight_map(self.folder), self.config)
+
     def tensor(self, ending: str) -> torch.Tensor:
-        """The one weight whose name is or ends with `.ending`, in the dtype of the folder."""
-        files = _weight_map(self.folder)
-        found = [name for name in files if name == ending or name.endswith("." + ending)]
-        if len(found) != 1:
+        """Return the one weight whose name is or ends with `.ending`: in the dtype of the folder, or in float32 where it is dequantised."""
+        names = [name for name in self.dense if name == ending or name.endswith("." + ending)]
+        if len(names) != 1:
             raise EyasError(
-                f"{self.name} has {len(found)} weights named {ending}",
+                f"{self.name} has {len(names)} weights named {ending}",
                 "a decoder-only model in safetensors",
                 EMBEDDED_COMMAND,
             )
-        return self._read({found[0]: files[found[0]]})[found[0]]
+        return self.dense[names[0]]
 
     def head(self) -> Head:
         """Return the final norm and the head. The embedding is the head where the model's own class ties them.
@@ -164,24 +169,9 @@ class Target:
         """[V, H] in the dtype of the folder."""
         return self.tensor("embed_tokens.weight")
 
-    def last_block(self) -> dict[str, torch.Tensor]:
-        """The weights of decoder block N-1, named from `self_attn.q_proj.weight` on, in the dtype of the folder."""
-        mark = f"model.layers.{self.n_blocks - 1}."
-        weights = self._read(
-            {name: file for name, file in _weight_map(self.folder).items() if mark in name}
-        )
-        return {name.split(mark, 1)[1]: weight for name, weight in weights.items()}
-
-    def _read(self, files: dict[str, str]) -> dict[str, torch.Tensor]:
-        """Weight name -> file becomes weight name -> tensor. A file that is missing or torn is an EyasError."""
-        weights = {}
-        for name, file in files.items():
-            try:
-                with safe_open(self.folder / file, framework="pt") as shard:
-                    weights[name] = shard.get_tensor(name)
-            except (OSError, SafetensorError) as error:
-                raise torn(self.folder / file, error) from None
-        return weights
+    def last_block(self) -> PartOfWeights:
+        """Return the weights of decoder block N-1, named from `self_attn.q_proj.weight` on; each is read when it is asked for."""
+        return self.dense.part(f"model.layers.{self.n_blocks - 1}.")
 
     def __str__(self) -> str:
         text, on_disk_bytes = (

@@ -1,6 +1,8 @@
-"""Figures: `plot_*(data, ax=None) -> ax`. Nothing here reads or writes a file; the numbers come from the other modules.
+"""Draw figures: `plot_*(data, ax=None) -> ax`.
 
-One style for all of them (STYLE), colours that colour-blind readers can tell apart (Okabe and Ito), widths for a report page.
+Nothing here reads or writes a file; the numbers come from the other modules. All figures share one
+style (STYLE), colours that colour-blind readers can tell apart (Okabe and Ito), and widths for a
+report page.
 """
 
 import matplotlib.pyplot as plt
@@ -9,15 +11,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#D55E00",
-    "#CC79A7",
-    "#56B4E9",
-    "#6B7280",
-)
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
+GREEN = "#009E73"
+VERMILION = "#D55E00"
+PURPLE = "#CC79A7"
+SKY = "#56B4E9"
+GREY = "#6B7280"
 COLOURS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)
 STYLE = {
     "figure.figsize": (8.0, 4.2),
@@ -37,6 +37,7 @@ STYLE = {
 
 
 def _axes(ax: Axes | None, height: float = 4.2) -> Axes:
+    """Return `ax`, or new axes of this height in inches."""
     if ax is None:
         with plt.rc_context(STYLE):
             _, ax = plt.subplots(figsize=(8.0, height))
@@ -44,12 +45,18 @@ def _axes(ax: Axes | None, height: float = 4.2) -> Axes:
 
 
 def _smooth(values: pd.Series) -> pd.Series:
-    """Running mean over about a thirtieth of the curve, so that a batch's noise does not hide its course."""
+    """Return the running mean over about a thirtieth of the curve.
+
+    The noise of a batch then does not hide the curve's course.
+    """
     return values.rolling(max(1, len(values) // 30), min_periods=1, center=True).mean()
 
 
 def plot_loss(metrics: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Loss by optimiser step, training and held-out. metrics: tidy table of `eyas.training.trainer` (step, split, draft_step, loss, slots)."""
+    """Plot the loss by optimizer step, training and held-out.
+
+    metrics: table of `eyas.training.trainer` with step, split, draft_step, loss and slots.
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax)
         for split, colour, name in (
@@ -57,28 +64,31 @@ def plot_loss(metrics: pd.DataFrame, ax: Axes | None = None) -> Axes:
             ("heldout", VERMILION, "held-out topics"),
         ):
             rows = metrics[metrics["split"] == split].dropna(subset=["loss"])
-            # every draft step weighs as much as it has supervised slots
-            loss = (rows["loss"] * rows["slots"]).groupby(rows["step"]).sum() / rows[
-                "slots"
-            ].groupby(rows["step"]).sum()
+            # Each draft step weighs as much as it has supervised slots.
+            total = (rows["loss"] * rows["slots"]).groupby(rows["step"]).sum()
+            loss = total / rows["slots"].groupby(rows["step"]).sum()
             if split == "train":
                 ax.plot(loss.index, loss, color=colour, alpha=0.25, linewidth=1)
                 ax.plot(loss.index, _smooth(loss), color=colour, label=name)
             else:
                 ax.plot(loss.index, loss, color=colour, marker="o", label=name)
-        ax.set(xlabel="optimiser step", ylabel="soft cross-entropy, nats", title="Loss")
+        ax.set(xlabel="optimizer step", ylabel="soft cross-entropy, nats", title="Loss")
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         ax.legend()
     return ax
 
 
 def plot_draft_accuracy(metrics: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Share of slots where the drafter's first choice is the target's, by draft step. metrics as in plot_loss, with accuracy."""
+    """Plot how often the drafter's first choice is the target's, by draft step.
+
+    The share is of slots. metrics: as in plot_loss, with accuracy.
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax)
         for draft_step, colour in zip(sorted(metrics["draft_step"].unique()), COLOURS):
             rows = metrics[metrics["draft_step"] == draft_step].dropna(subset=["accuracy"])
-            train, heldout = rows[rows["split"] == "train"], rows[rows["split"] == "heldout"]
+            train = rows[rows["split"] == "train"]
+            heldout = rows[rows["split"] == "heldout"]
             ax.plot(
                 train["step"],
                 _smooth(train["accuracy"]),
@@ -94,27 +104,29 @@ def plot_draft_accuracy(metrics: pd.DataFrame, ax: Axes | None = None) -> Axes:
                 label=f"step {draft_step + 1}, held out",
             )
         ax.set(
-            xlabel="optimiser step",
+            xlabel="optimizer step",
             ylabel="accuracy",
             title="Accuracy per draft step",
             ylim=(0, None),
         )
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         ax.yaxis.set_major_formatter(PercentFormatter(1))
-        ax.legend(
-            loc="center left", bbox_to_anchor=(1, 0.5)
-        )  # beside the curves, which fill the axes
+        # The curves fill the axes, so the legend stands beside them.
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return ax
 
 
 def plot_heldout_acceptance(metrics: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Held-out acceptance length of the offline walk at each evaluation. metrics as in plot_loss, with acceptance_length."""
+    """Plot the held-out acceptance length of the offline walk at each evaluation.
+
+    metrics: as in plot_loss, with acceptance_length.
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax, height=3.2)
         judged = metrics.dropna(subset=["acceptance_length"]).drop_duplicates("step")
         ax.plot(judged["step"], judged["acceptance_length"], color=VERMILION, marker="o")
         ax.set(
-            xlabel="optimiser step",
+            xlabel="optimizer step",
             ylabel="acceptance length",
             title="Held-out acceptance length (offline walk, bonus token included)",
             xlim=(0, None),
@@ -124,22 +136,21 @@ def plot_heldout_acceptance(metrics: pd.DataFrame, ax: Axes | None = None) -> Ax
 
 
 def plot_ablations(rows: list[dict], ax: Axes | None = None) -> Axes:
-    """What each variant of training gains or loses in acceptance length against the base, with intervals. rows: those of benchmarks/ablations.py."""
+    """Plot how each variant of training changes the acceptance length, with intervals.
+
+    rows: those of benchmarks/ablations.py.
+    """
     with plt.rc_context(STYLE):
         rows = [row for row in rows if row["difference"]][::-1]
         ax = _axes(ax, height=1.4 + 0.33 * len(rows))
         values = np.array([row["difference"]["value"] for row in rows])
-        clear = [row["difference"]["low"] > 0 or row["difference"]["high"] < 0 for row in rows]
-        colours = [
-            GREY if not sure else GREEN if value > 0 else VERMILION
-            for value, sure in zip(values, clear)
-        ]
-        for y, (value, row, colour) in enumerate(zip(values, rows, colours)):
+        for y, (value, row) in enumerate(zip(values, rows)):
+            difference = row["difference"]
             ax.errorbar(
                 [value],
                 [y],
-                xerr=_error(np.array([value]), [row["difference"]]),
-                color=colour,
+                xerr=_error(np.array([value]), [difference]),
+                color=_difference_colour(value, difference["low"], difference["high"]),
                 fmt="o",
                 capsize=4,
             )
@@ -154,8 +165,19 @@ def plot_ablations(rows: list[dict], ax: Axes | None = None) -> Axes:
     return ax
 
 
+def _difference_colour(value: float, low: float, high: float) -> str:
+    """Return grey for an interval that contains 0, else green for a gain, red for a loss."""
+    excludes_zero = low > 0 or high < 0  # False where there is no interval (NaN)
+    if not excludes_zero:
+        return GREY
+    return GREEN if value > 0 else VERMILION
+
+
 def plot_acceptance_by_position(by_position: list[dict], ax: Axes | None = None) -> Axes:
-    """Acceptance of draft 1, 2, ... with 95 % intervals. by_position: that block of acceptance.json (position, unconditional, conditional)."""
+    """Plot the acceptance of draft token 1, 2, ... with 95 % intervals.
+
+    by_position: that block of acceptance.json (position, unconditional, conditional).
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax)
         series = (
@@ -164,10 +186,8 @@ def plot_acceptance_by_position(by_position: list[dict], ax: Axes | None = None)
         )
         for name, colour, marker, shift, label in series:
             rows = [(p["position"], p[name]) for p in by_position if p[name]["value"] is not None]
-            x, values = (
-                np.array([position + shift for position, _ in rows]),
-                np.array([interval["value"] for _, interval in rows]),
-            )
+            x = np.array([position + shift for position, _ in rows])
+            values = np.array([interval["value"] for _, interval in rows])
             ax.errorbar(
                 x,
                 values,
@@ -196,7 +216,10 @@ def plot_acceptance_by_position(by_position: list[dict], ax: Axes | None = None)
 
 
 def plot_acceptance_by_category(by_category: list[dict], ax: Axes | None = None) -> Axes:
-    """Acceptance length of each category of prompts, with intervals. by_category: that block of acceptance.json."""
+    """Plot the acceptance length of each category of prompts, with intervals.
+
+    by_category: that block of acceptance.json.
+    """
     with plt.rc_context(STYLE):
         rows = sorted(by_category, key=lambda c: c["acceptance_length"]["value"])
         ax = _axes(ax, height=1.2 + 0.36 * len(rows))
@@ -226,7 +249,11 @@ def panels(
     ratios: tuple[float, ...] | None = None,
     sharey: bool = False,
 ) -> list[Axes]:
-    """Axes beside each other in one figure, as wide as each other or by `ratios`, with one y axis if `sharey`."""
+    """Return axes beside each other in one figure.
+
+    They are equally wide, or as wide as `ratios` say; with `sharey` they share one y axis.
+    height, width: of the figure, in inches.
+    """
     with plt.rc_context(STYLE):
         _, axes = plt.subplots(
             1, columns, figsize=(width, height), width_ratios=ratios, sharey=sharey
@@ -235,7 +262,7 @@ def panels(
 
 
 def _boundary_axis(ax: Axes, boundaries) -> None:
-    """Boundaries along x in their true distances; a tick at each while they are few."""
+    """Show boundaries along x in their true distances, with a tick at each while they are few."""
     if len(boundaries) <= 12:
         ax.set_xticks(list(boundaries))
     else:
@@ -244,7 +271,10 @@ def _boundary_axis(ax: Axes, boundaries) -> None:
 
 
 def plot_state_norms(stats: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Norm per token by boundary, on a log scale; the first token apart. stats: table of `stats.boundary_stats`."""
+    """Plot the norm per token by boundary on a log scale, the first token apart.
+
+    stats: table of `stats.boundary_stats`.
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax)
         x = stats["boundary"]
@@ -285,7 +315,10 @@ def plot_state_norms(stats: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 
 def plot_largest(stats: pd.DataFrame, large: float, ax: Axes | None = None) -> Axes:
-    """Largest and median |x| by boundary, on a log scale. stats: table of `stats.boundary_stats`; `large` is drawn as a line."""
+    """Plot the largest and the median |x| by boundary on a log scale.
+
+    stats: table of `stats.boundary_stats`. large: a value that is drawn as a line.
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax)
         x = stats["boundary"]
@@ -315,7 +348,7 @@ def plot_largest(stats: pd.DataFrame, large: float, ax: Axes | None = None) -> A
 
 
 def plot_effective_rank(stats: pd.DataFrame, hidden_size: int, ax: Axes | None = None) -> Axes:
-    """Effective rank by boundary. stats: table of `stats.boundary_stats`."""
+    """Plot the effective rank by boundary. stats: table of `stats.boundary_stats`."""
     with plt.rc_context(STYLE):
         ax = _axes(ax, height=3.6)
         ax.plot(stats["boundary"], stats["effective_rank"], color=BLUE, marker="o", linestyle=":")
@@ -329,7 +362,10 @@ def plot_effective_rank(stats: pd.DataFrame, hidden_size: int, ax: Axes | None =
 
 
 def plot_boundary_map(matrix: np.ndarray, boundaries, name: str, ax: Axes | None = None) -> Axes:
-    """A similarity of each boundary with each, as a map from 0 to 1; with numbers while they are few. matrix: [B, B]."""
+    """Plot a similarity of each boundary with each, as a map from 0 to 1.
+
+    The map has numbers while the boundaries are few. matrix: [B, B].
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax)
         few = len(boundaries) <= 8
@@ -354,10 +390,15 @@ def plot_boundary_map(matrix: np.ndarray, boundaries, name: str, ax: Axes | None
 
 
 def plot_probes(probes: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """What a linear map reads off each boundary: R^2 of the last state, agreement on the next token. probes: table of `stats.probes`."""
+    """Plot what a linear map reads off each boundary.
+
+    These are R^2 of the last state and agreement on the next token.
+    probes: table of `stats.probes`.
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax)
-        x, agreement = probes["boundary"], probes["agreement"]
+        x = probes["boundary"]
+        agreement = probes["agreement"]
         error = np.array(
             [
                 agreement - probes["low"].fillna(agreement),
@@ -394,7 +435,7 @@ def plot_probes(probes: pd.DataFrame, ax: Axes | None = None) -> Axes:
 def plot_histogram(
     values, label: str, counted: str, title: str, mark: float | None = None, ax: Axes | None = None
 ) -> Axes:
-    """Histogram of shares from 0 to 1, on a log scale of counts; a line at `mark`."""
+    """Plot a histogram of shares from 0 to 1, counts on a log scale, with a line at `mark`."""
     with plt.rc_context(STYLE):
         ax = _axes(ax, height=3.6)
         ax.hist(values, bins=np.linspace(0, 1, 41), color=BLUE, log=True)
@@ -406,7 +447,10 @@ def plot_histogram(
 
 
 def plot_heldout_coverage(ceilings: pd.DataFrame, chosen: int, ax: Axes | None = None) -> Axes:
-    """Share of held-out response tokens inside a draft vocabulary of size D. ceilings: table of `stats.ceilings`; `chosen` is the run's D."""
+    """Plot the share of held-out response tokens in a draft vocabulary of size D.
+
+    ceilings: table of `stats.ceilings`. chosen: the run's D.
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax)
         ax.plot(ceilings["draft_vocab_size"], ceilings["coverage"], color=BLUE, marker="o")
@@ -423,7 +467,10 @@ def plot_heldout_coverage(ceilings: pd.DataFrame, chosen: int, ax: Axes | None =
 def plot_ceiling(
     ceilings: pd.DataFrame, chosen: int, draft_length: int, ax: Axes | None = None
 ) -> Axes:
-    """The acceptance length that coverage alone allows. ceilings: table of `stats.ceilings`."""
+    """Plot the acceptance length that coverage alone allows.
+
+    ceilings: table of `stats.ceilings`. chosen: the run's D. draft_length: draft tokens of a step.
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax)
         x = ceilings["draft_vocab_size"]
@@ -450,6 +497,7 @@ def plot_ceiling(
 
 
 def _mark_size(ax: Axes, ceilings: pd.DataFrame, column: str, chosen: int, number: str) -> None:
+    """Show sizes of the draft vocabulary along x and mark the chosen one with its value."""
     ax.set_xscale("log", base=2)
     ticks = [d for d in ceilings["draft_vocab_size"] if (d & (d - 1)) == 0][::2]
     ax.set_xticks(ticks, [f"{d:,}" for d in ticks])
@@ -466,13 +514,14 @@ def _mark_size(ax: Axes, ceilings: pd.DataFrame, column: str, chosen: int, numbe
 
 
 def plot_drift(table: pd.DataFrame, rounding: float, ax: Axes | None = None) -> Axes:
-    """Relative error per token between two stores, by boundary, on a log scale. table: that of `stats.Drift`; `rounding` is drawn as a line."""
+    """Plot the relative error per token between two stores by boundary, on a log scale.
+
+    table: that of `stats.Drift`. rounding: the error of one rounding, drawn as a line.
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax)
-        x, floor = (
-            table["boundary"],
-            rounding / 100,
-        )  # for errors of 0, which a log scale does not have
+        x = table["boundary"]
+        floor = rounding / 100  # for errors of 0, which a log scale cannot show
         for low, high, width, label in (
             ("p05", "p99", 1.5, "5 % to 99 %"),
             ("p05", "p95", 5, "5 % to 95 %"),
@@ -506,17 +555,21 @@ def plot_drift(table: pd.DataFrame, rounding: float, ax: Axes | None = None) -> 
         _boundary_axis(ax, x)
         ax.set(
             ylabel="|difference| / |state|, per token",
-            title="How far the states of the two stores lie apart",
+            title="How far the states of the two stores are apart",
         )
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return ax
 
 
 def plot_drift_cosine(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """1 - cosine per token between two stores, by boundary, on a log scale. table: that of `stats.Drift`."""
+    """Plot 1 - cosine per token between two stores by boundary, on a log scale.
+
+    table: that of `stats.Drift`.
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax)
-        x, floor = table["boundary"], 1e-8  # for cosines of 1
+        x = table["boundary"]
+        floor = 1e-8  # for cosines of 1, which a log scale cannot show
         for column, colour, marker, label in (
             ("cosine_p50", BLUE, "o", "median"),
             ("cosine_p05", ORANGE, "s", "worst 5 %"),
@@ -538,17 +591,21 @@ def plot_drift_cosine(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 
 def plot_coverage(counts: np.ndarray, chosen: int, ax: Axes | None = None) -> Axes:
-    """Share of supervised tokens that the D most frequent ids cover, for every D. counts: [V]; `chosen` is the D of this run."""
+    """Plot the share of supervised tokens that the D most frequent ids cover, for every D.
+
+    counts: [V]. chosen: the D of this run.
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax)
         ordered = np.sort(np.asarray(counts))[::-1]
         share = np.cumsum(ordered) / max(ordered.sum(), 1)  # [V]
         ax.plot(np.arange(1, len(share) + 1), share, color=BLUE)
-        at = min(chosen, len(share))
-        ax.plot([at], [share[at - 1]], color=VERMILION, marker="o", markersize=8)
+        size = min(chosen, len(share))
+        covered = share[size - 1]
+        ax.plot([size], [covered], color=VERMILION, marker="o", markersize=8)
         ax.annotate(
-            f"D = {chosen:,}: {share[at - 1]:.1%}",
-            (at, share[at - 1]),
+            f"D = {chosen:,}: {covered:.1%}",
+            (size, covered),
             xytext=(0, -40),
             textcoords="offset points",
             ha="center",
@@ -566,7 +623,7 @@ def plot_coverage(counts: np.ndarray, chosen: int, ax: Axes | None = None) -> Ax
 
 
 def plot_categories(index: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Samples per category and split. index: a store's index."""
+    """Plot the samples per category and split. index: a store's index."""
     with plt.rc_context(STYLE):
         table = index[index["state"] == "extracted"].pivot_table(
             index="category",
@@ -593,7 +650,10 @@ def plot_categories(index: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 
 def plot_lengths(index: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Histogram of the samples' lengths, all tokens and supervised ones. index: a store's index."""
+    """Plot a histogram of the samples' lengths: all tokens, and supervised ones.
+
+    index: a store's index.
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax, height=3.6)
         done = index[index["state"] == "extracted"]
@@ -606,7 +666,10 @@ def plot_lengths(index: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 
 def plot_parity(tests: list[dict], ax: Axes | None = None) -> Axes:
-    """How far states are from what they should be, by boundary: median and 90th percentile over tokens, beside the limit. tests: those of parity.json."""
+    """Plot how far states are from what they should be, by boundary.
+
+    Median and 90th percentile over tokens stand beside the limit. tests: those of parity.json.
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax)
         rows = {test["name"]: test["rows"] for test in tests}
@@ -615,16 +678,15 @@ def plot_parity(tests: list[dict], ax: Axes | None = None) -> Axes:
             series.setdefault(f"stored, against {row['how']}", []).append(row)
         x = {row["boundary"]: n for n, row in enumerate(rows["boundary"])}
         width = 0.8 / len(series)
-        for n, (name, found) in enumerate(series.items()):
-            at = (
-                np.array([x[row["boundary"]] for row in found])
-                + (n - (len(series) - 1) / 2) * width
-            )
-            low, high = (np.array([row[f"error_{q}"] for row in found]) for q in ("p50", "p90"))
+        for n, (name, boundary_rows) in enumerate(series.items()):
+            shift = (n - (len(series) - 1) / 2) * width
+            positions = np.array([x[row["boundary"]] for row in boundary_rows]) + shift
+            median = np.array([row["error_p50"] for row in boundary_rows])
+            high = np.array([row["error_p90"] for row in boundary_rows])
             ax.errorbar(
-                at,
-                low,
-                yerr=[np.zeros_like(low), high - low],
+                positions,
+                median,
+                yerr=[np.zeros_like(median), high - median],
                 color=COLOURS[n],
                 marker="os^Dv"[n % 5],
                 markersize=8,
@@ -632,11 +694,11 @@ def plot_parity(tests: list[dict], ax: Axes | None = None) -> Axes:
                 linestyle="none",
                 label=name,
             )
-            limits = np.array([row["limit_p50"] for row in found])
+            limits = np.array([row["limit_p50"] for row in boundary_rows])
             ax.hlines(
                 limits,
-                at - width / 2,
-                at + width / 2,
+                positions - width / 2,
+                positions + width / 2,
                 color=VERMILION,
                 linewidth=2,
                 label="limit of the median: two floors" if n == 0 else None,
@@ -654,21 +716,25 @@ def plot_parity(tests: list[dict], ax: Axes | None = None) -> Axes:
 
 
 def _error(values: np.ndarray, intervals: list[dict]) -> np.ndarray:
-    """[2, n] distances for errorbar; NaN, which draws nothing, where an interval could not be made."""
-    low, high = (
-        np.array(
-            [np.nan if interval[end] is None else interval[end] for interval in intervals],
-            dtype=float,
-        )
-        for end in ("low", "high")
-    )
+    """Return the distances to both ends of each interval for errorbar, [2, n].
+
+    An interval that could not be made gives NaN, which draws nothing.
+    """
+    low = _interval_ends(intervals, "low")
+    high = _interval_ends(intervals, "high")
     return np.abs(np.array([values - low, high - values]))
 
 
-def plot_tuning(table: pd.DataFrame, noise: dict[str, float], ax: Axes | None = None) -> Axes:
-    """Speed of each trial's settings over those it was measured beside, with 95 % intervals; shaded: what two servers with the same settings differ by.
+def _interval_ends(intervals: list[dict], end: str) -> np.ndarray:
+    values = [interval[end] for interval in intervals]
+    return np.array([np.nan if value is None else value for value in values], dtype=float)
 
-    table: `server_settings.trials_table`; noise: measure -> the factor by which equals may differ.
+
+def plot_tuning(table: pd.DataFrame, noise: dict[str, float], ax: Axes | None = None) -> Axes:
+    """Plot the speed of each trial's settings divided by those it was measured beside.
+
+    Intervals are of 95 %. Shaded: how much two servers with the same settings differ.
+    table: `server_settings.trials_table`. noise: by measure, the factor by which equals may differ.
     """
     with plt.rc_context(STYLE):
         table = table[::-1].reset_index(drop=True)
@@ -687,14 +753,13 @@ def plot_tuning(table: pd.DataFrame, noise: dict[str, float], ax: Axes | None = 
                 label=measure,
             )
         ax.axvline(1, color="black", linewidth=1)
-        said = [
-            f": {outcome}" if outcome in ("kept", "refused") else "" for outcome in table["outcome"]
-        ]
-        ax.set_yticks(
-            range(len(table)), [f"{change}{more}" for change, more in zip(table["change"], said)]
-        )
+        names = []
+        for change, outcome in zip(table["change"], table["outcome"]):
+            decided = outcome in ("kept", "refused")
+            names.append(f"{change}: {outcome}" if decided else f"{change}")
+        ax.set_yticks(range(len(table)), names)
         ax.set(
-            xlabel="tokens per second, over the settings beside it",
+            xlabel="tokens per second, divided by those of the settings beside it",
             title="Server settings, each beside those kept before",
             ylim=(-0.6, len(table) - 0.4),
         )
@@ -704,18 +769,20 @@ def plot_tuning(table: pd.DataFrame, noise: dict[str, float], ax: Axes | None = 
 
 
 def plot_choices(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Acceptance length of each choice of boundaries with 95 % intervals, single seeds as dots, the default marked. table: that of `boundaries.choices_table`."""
+    """Plot the acceptance length of each choice of boundaries with 95 % intervals.
+
+    Single seeds are dots; the default is marked. table: that of `boundaries.choices_table`.
+    """
     with plt.rc_context(STYLE):
         rows = table.iloc[::-1].reset_index(drop=True)
         ax = _axes(ax, height=1.6 + 0.3 * len(rows))
         for y, row in rows.iterrows():
             colour = _choice_colour(row)
+            length = np.array([row["acceptance_length"]])
             ax.errorbar(
-                [row["acceptance_length"]],
+                length,
                 [y],
-                xerr=_error(
-                    np.array([row["acceptance_length"]]), [{"low": row["low"], "high": row["high"]}]
-                ),
+                xerr=_error(length, [{"low": row["low"], "high": row["high"]}]),
                 color=colour,
                 fmt="o",
                 markersize=7,
@@ -739,7 +806,11 @@ def plot_choices(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 
 def plot_choice_bytes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Bytes of a token in a store, choice by choice in the order of `plot_choices`: the states fed, and what comes on top for the teacher, ids and mask."""
+    """Plot the bytes of a token in a store, by choice in the order of `plot_choices`.
+
+    The states fed to the drafter stand in front of everything stored, which adds those of the
+    teacher, ids and mask. table: that of `boundaries.choices_table`.
+    """
     with plt.rc_context(STYLE):
         rows = table.iloc[::-1].reset_index(drop=True)
         ax = _axes(ax, height=1.6 + 0.3 * len(rows))
@@ -756,20 +827,22 @@ def plot_choice_bytes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 
 def plot_choice_differences(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Difference of each choice to the default, paired by sample, with 95 % intervals; single seeds as dots. table: that of `boundaries.choices_table`."""
+    """Plot the difference of each choice to the default, with 95 % intervals.
+
+    It is paired by sample; single seeds are dots. table: that of `boundaries.choices_table`.
+    """
     with plt.rc_context(STYLE):
         rows = table[table["kind"] != "default"].sort_values("difference").reset_index(drop=True)
         ax = _axes(ax, height=1.6 + 0.3 * len(rows))
         for y, row in rows.iterrows():
-            clear = row["difference_low"] > 0 or row["difference_high"] < 0
-            colour = GREY if not clear else GREEN if row["difference"] > 0 else VERMILION
+            low = row["difference_low"]
+            high = row["difference_high"]
+            difference = np.array([row["difference"]])
+            colour = _difference_colour(row["difference"], low, high)
             ax.errorbar(
-                [row["difference"]],
+                difference,
                 [y],
-                xerr=_error(
-                    np.array([row["difference"]]),
-                    [{"low": row["difference_low"], "high": row["difference_high"]}],
-                ),
+                xerr=_error(difference, [{"low": low, "high": high}]),
                 color=colour,
                 fmt="o",
                 markersize=7,
@@ -797,7 +870,10 @@ def plot_choice_differences(table: pd.DataFrame, ax: Axes | None = None) -> Axes
 def plot_choice_positions(
     positions: pd.DataFrame, kinds: dict[str, str], ax: Axes | None = None
 ) -> Axes:
-    """Conditional acceptance by position of the draft, a line a choice. positions: table of `boundaries.by_position`; kinds: choice -> kind, the default drawn red."""
+    """Plot the conditional acceptance by draft position, one line a choice.
+
+    positions: table of `boundaries.by_position`. kinds: choice -> kind; the default is red.
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax)
         names = list(positions["name"].unique())
@@ -828,7 +904,11 @@ def plot_choice_positions(
 
 
 def plot_pairs(boundaries: list[int], lengths: np.ndarray, ax: Axes | None = None) -> Axes:
-    """Heat map of the acceptance length of pairs of boundaries, single ones on the diagonal; what was not trained is hatched. Both: those of `boundaries.pair_map`."""
+    """Plot a heat map of the acceptance length of pairs of boundaries.
+
+    Single boundaries are on the diagonal; what was not trained is hatched.
+    boundaries, lengths [n, n]: those of `boundaries.pair_map`.
+    """
     with plt.rc_context(STYLE):
         n = len(boundaries)
         ax = _axes(ax, height=2.0 + 0.42 * n)
@@ -867,7 +947,10 @@ def plot_pairs(boundaries: list[int], lengths: np.ndarray, ax: Axes | None = Non
 
 
 def plot_forward(forward: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Greedy forward selection, round by round. forward: table of `boundaries.forward_selection`, its values acceptance lengths."""
+    """Plot the greedy forward selection round by round.
+
+    forward: table of `boundaries.forward_selection` with acceptance lengths as values.
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax)
         for asked, colour, marker, name in (
@@ -906,7 +989,10 @@ def plot_forward(forward: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
 
 def plot_foresight(probes: pd.DataFrame, table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Probes of each boundary alone, and on the right axis the acceptance of drafters fed from one. probes: that of a `boundaries.Study`; table: `boundaries.choices_table`."""
+    """Plot probes of each boundary alone and, on the right axis, drafters fed from one.
+
+    probes: that of a `boundaries.Study`. table: that of `boundaries.choices_table`.
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax)
         ax.plot(
@@ -946,26 +1032,29 @@ def plot_foresight(probes: pd.DataFrame, table: pd.DataFrame, ax: Axes | None = 
         right.grid(visible=False)
         _boundary_axis(ax, probes["boundary"])
         ax.set(ylabel="share", title="Probes and training, one boundary alone")
-        handles, labels = (
-            a + b for a, b in zip(ax.get_legend_handles_labels(), right.get_legend_handles_labels())
+        handles, labels = ax.get_legend_handles_labels()
+        right_handles, right_labels = right.get_legend_handles_labels()
+        ax.legend(
+            handles + right_handles,
+            labels + right_labels,
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.16),
+            ncols=1,
         )
-        ax.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1)
     return ax
 
 
 def _choice_colour(row: pd.Series) -> str:
-    return VERMILION if row["kind"] == "default" else GREEN if row["kind"] == "forward" else BLUE
+    return {"default": VERMILION, "forward": GREEN}.get(row["kind"], BLUE)
 
 
 def _choice_names(ax: Axes, rows: pd.DataFrame) -> None:
-    """Choices along y, those of several boundaries with their name."""
-    ax.set_yticks(
-        rows.index,
-        [
-            name if kind in ("single", "pair", "forward") else f"{name} ({kind})"
-            for name, kind in zip(rows["name"], rows["kind"])
-        ],
-    )
+    """Show the choices along y; those that a person named also show their name."""
+    labels = []
+    for name, kind in zip(rows["name"], rows["kind"]):
+        found_by_search = kind in ("single", "pair", "forward")
+        labels.append(name if found_by_search else f"{name} ({kind})")
+    ax.set_yticks(rows.index, labels)
     ax.set_ylim(-0.7, len(rows) - 0.3)
     ax.grid(axis="y", visible=False)
 
@@ -974,7 +1063,11 @@ def _choice_names(ax: Axes, rows: pd.DataFrame) -> None:
 
 
 def plot_methods(baselines: list[dict], ax: Axes | None = None) -> Axes:
-    """Acceptance length of each drafting method on the same prompts, with intervals, its speed ratio beside it. baselines: that block of acceptance.json."""
+    """Plot the acceptance length of each drafting method on the same prompts.
+
+    Intervals are of 95 %; the speed ratio stands beside each. baselines: that block of
+    acceptance.json.
+    """
     with plt.rc_context(STYLE):
         rows = baselines[::-1]
         ax = _axes(ax, height=1.4 + 0.45 * len(rows))
@@ -1016,7 +1109,10 @@ def plot_methods(baselines: list[dict], ax: Axes | None = None) -> Axes:
 
 
 def plot_survival(by_position: list[dict], ax: Axes | None = None) -> Axes:
-    """Share of verify steps with at least i accepted drafts, with intervals. by_position: that block of acceptance.json (survival)."""
+    """Plot the share of verify steps that accept at least i draft tokens, with intervals.
+
+    by_position: that block of acceptance.json (survival).
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax, height=3.6)
         values = np.array([1.0, *(p["survival"]["value"] for p in by_position)])
@@ -1049,14 +1145,15 @@ def plot_survival(by_position: list[dict], ax: Axes | None = None) -> Axes:
 
 
 def plot_calibration(calibration: dict, ax: Axes | None = None) -> Axes:
-    """Acceptance against the drafter's probability, by bins, with intervals and counts. calibration: that block of acceptance.json."""
+    """Plot the acceptance against the drafter's probability, by bins.
+
+    Each bin has its interval and count. calibration: that block of acceptance.json.
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax)
         rows = [b for b in calibration["bins"] if b["judged"]]
-        x, values = (
-            np.array([b["confidence"] for b in rows]),
-            np.array([b["acceptance"]["value"] for b in rows]),
-        )
+        x = np.array([b["confidence"] for b in rows])
+        values = np.array([b["acceptance"]["value"] for b in rows])
         ax.plot(
             [0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--", label="as often as it says"
         )
@@ -1105,12 +1202,17 @@ def plot_calibration(calibration: dict, ax: Axes | None = None) -> Axes:
 def plot_speed_grid(
     grid: list[dict], measured: list[dict], name: str, ax: Axes | None = None
 ) -> Axes:
-    """Predicted speed-up by draft steps, top-k and draft tokens, as a map; settings that were measured are framed. grid, measured: of a dtype in speed.json."""
+    """Plot the predicted speed-up by draft steps, top-k and draft tokens, as a map.
+
+    Settings that were measured are framed. grid, measured: those of a dtype in speed.json.
+    """
     with plt.rc_context(STYLE):
-        table = pd.DataFrame(grid).assign(
-            column=lambda t: list(zip(t["topk"], np.where(t["topk"] == 1, 0, t["draft_tokens"])))
-        )
-        columns, steps = sorted(table["column"].unique()), sorted(table["steps"].unique())
+        table = pd.DataFrame(grid)
+        # All chains share one column: a chain's draft tokens follow from its steps.
+        tree_tok = np.where(table["topk"] == 1, 0, table["draft_tokens"])
+        table["column"] = list(zip(table["topk"], tree_tok))
+        columns = sorted(table["column"].unique())
+        steps = sorted(table["steps"].unique())
         ax = _axes(ax, height=1.8 + 0.5 * len(steps))
         values = (
             table.pivot(index="steps", columns="column", values="predicted")
@@ -1133,10 +1235,11 @@ def plot_speed_grid(
                     color="white" if abs(np.log(value)) > 0.65 * reach else "black",
                 )
         for row in measured:
-            at = columns.index((row["topk"], 0 if row["topk"] == 1 else row["draft_tokens"]))
+            tree_tok = 0 if row["topk"] == 1 else row["draft_tokens"]
+            column = columns.index((row["topk"], tree_tok))
             ax.add_patch(
                 plt.Rectangle(
-                    (at - 0.5, steps.index(row["steps"]) - 0.5),
+                    (column - 0.5, steps.index(row["steps"]) - 0.5),
                     1,
                     1,
                     fill=False,
@@ -1151,9 +1254,9 @@ def plot_speed_grid(
         )
         ax.set_yticks(range(len(steps)), steps)
         for topk in sorted({k for k, _ in columns} - {1}):
-            at = [i for i, (k, _) in enumerate(columns) if k == topk]
-            ax.text(np.mean(at), len(steps) - 0.4, f"top-k {topk}", ha="center", va="bottom")
-            ax.axvline(at[0] - 0.5, color="white", linewidth=4)
+            group = [i for i, (k, _) in enumerate(columns) if k == topk]
+            ax.text(np.mean(group), len(steps) - 0.4, f"top-k {topk}", ha="center", va="bottom")
+            ax.axvline(group[0] - 0.5, color="white", linewidth=4)
         ax.set(xlabel="draft tokens of a verify step", ylabel="draft steps")
         ax.set_title(f"Predicted speed-up over plain decoding, {name}", pad=24)
         ax.grid(visible=False)
@@ -1161,9 +1264,12 @@ def plot_speed_grid(
 
 
 def plot_predicted(dtypes: dict[str, list[dict]], ax: Axes | None = None) -> Axes:
-    """Predicted and measured speed-up of the settings that were decoded, with intervals. dtypes: name -> `measured` of speed.json."""
+    """Plot the predicted and measured speed-up of the decoded settings, with intervals.
+
+    dtypes: name -> `measured` of speed.json.
+    """
     with plt.rc_context(STYLE):
-        rows = [(dtype, row) for dtype, found in dtypes.items() for row in found][::-1]
+        rows = [(dtype, row) for dtype, measured in dtypes.items() for row in measured][::-1]
         ax = _axes(ax, height=1.6 + 0.5 * len(rows))
         measured = np.array([row["measured"]["value"] for _, row in rows])
         ax.errorbar(
@@ -1185,17 +1291,12 @@ def plot_predicted(dtypes: dict[str, list[dict]], ax: Axes | None = None) -> Axe
             label="predicted",
         )
         ax.axvline(1, color="black", linewidth=1)
-        shapes = [
-            "chain" if row["topk"] == 1 else f"top-k {row['topk']}, {row['draft_tokens']} tokens"
-            for _, row in rows
-        ]
-        ax.set_yticks(
-            range(len(rows)),
-            [
-                f"{dtype}, {row['what']}:\n{row['steps']} steps, {shape}"
-                for (dtype, row), shape in zip(rows, shapes)
-            ],
-        )
+        labels = []
+        for dtype, row in rows:
+            is_chain = row["topk"] == 1
+            shape = "chain" if is_chain else f"top-k {row['topk']}, {row['draft_tokens']} tokens"
+            labels.append(f"{dtype}, {row['what']}:\n{row['steps']} steps, {shape}")
+        ax.set_yticks(range(len(rows)), labels)
         ax.set(
             xlabel="times plain decoding, prefill left out",
             title="Predicted and measured",
@@ -1207,7 +1308,10 @@ def plot_predicted(dtypes: dict[str, list[dict]], ax: Axes | None = None) -> Axe
 
 
 def plot_offline(record: dict, ax: Axes | None = None) -> Axes:
-    """Acceptance length offline, over all slots and decoded, on the same prompts, with intervals. record: offline.json."""
+    """Plot the acceptance length offline, over all slots, and decoded, with intervals.
+
+    All are on the same prompts. record: offline.json.
+    """
     with plt.rc_context(STYLE):
         names = {
             "greedy": "greedy",
@@ -1247,18 +1351,20 @@ def plot_offline(record: dict, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def plot_sides(found: list[dict], ax: Axes | None = None) -> Axes:
-    """Share of verify steps with at least i accepted drafts, offline, decoded and, where it was served, on the server, with intervals; acceptance lengths in the legend. found: `eyas.evaluation.served.sides`."""
+def plot_sides(columns: list[dict], ax: Axes | None = None) -> Axes:
+    """Plot the share of verify steps that accept at least i draft tokens, with intervals.
+
+    The sides are the offline estimate, our decoding and, where it was served, the server. The
+    legend gives their acceptance lengths. columns: `eyas.evaluation.served.sides`.
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax)
-        for n, (side, colour) in enumerate(zip(found, (GREEN, BLUE, VERMILION))):
-            length, values = (
-                side["acceptance_length"],
-                np.array([p["value"] for p in side["survival"]]),
-            )
-            between = (
-                "" if length["low"] is None else f" [{length['low']:.2f}, {length['high']:.2f}]"
-            )
+        for n, (side, colour) in enumerate(zip(columns, (GREEN, BLUE, VERMILION))):
+            length = side["acceptance_length"]
+            values = np.array([interval["value"] for interval in side["survival"]])
+            interval_text = ""
+            if length["low"] is not None:
+                interval_text = f" [{length['low']:.2f}, {length['high']:.2f}]"
             ax.errorbar(
                 np.arange(1, len(values) + 1) + 0.14 * (n - 1),
                 values,
@@ -1267,12 +1373,12 @@ def plot_sides(found: list[dict], ax: Axes | None = None) -> Axes:
                 fmt="s^o"[n],
                 markersize=8,
                 capsize=4,
-                label=f"{side['name']}: acceptance length {length['value']:.2f}{between}",
+                label=f"{side['name']}: acceptance length {length['value']:.2f}{interval_text}",
             )
         ax.set(
             xlabel="accepted drafts, at least",
             ylabel="verify steps",
-            title=f"The same number from {'three' if len(found) == 3 else 'two'} sides",
+            title=f"The same number from {'three' if len(columns) == 3 else 'two'} sides",
         )
         ax.set_ylim(bottom=0)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -1282,7 +1388,10 @@ def plot_sides(found: list[dict], ax: Axes | None = None) -> Axes:
 
 
 def plot_throughput(ratios: list[dict], ax: Axes | None = None) -> Axes:
-    """Throughput of the server with the drafter over that without it, by requests at a time, with intervals. ratios: that block of throughput.json."""
+    """Plot the throughput of the server with the drafter divided by that without it.
+
+    It is by requests at a time, with intervals. ratios: that block of throughput.json.
+    """
     with plt.rc_context(STYLE):
         ax = _axes(ax, height=3.2)
         values = np.array([row["ratio"]["value"] for row in ratios])

@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from eyas import __version__, processes
-from eyas.config import Config, read_profile
+from eyas.config import Config, flatten, read_profile
 from eyas.errors import EyasError
 from eyas.files import ROOT, git_state, read_json, write_json, write_text
 from eyas.progress import duration_text
@@ -65,7 +65,7 @@ def run_report(
     index beside it is rewritten. EyasError before anything starts: no such profile or notebook, a setting that Config does not know or that no notebook
     declares, a missing kernelspec, the same run already going on. A notebook that fails is no exception: it is in run.json, on its page and on the index.
     """
-    overrides = dict(overrides or {})
+    overrides = flatten(overrides or {})
     config = Config.load(profile, **overrides)
     available = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
     asked = tuple(config.notebooks.split())

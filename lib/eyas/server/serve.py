@@ -27,6 +27,7 @@ from eyas.errors import EyasError
 from eyas.files import data_dir, read_json, write_json
 from eyas.models.boundaries import boundaries_of
 from eyas.models.target import Target, load_target, target_of
+from eyas.passthrough import read_flags, read_variables
 from eyas.processes import still_running
 
 LOG_TAIL_LINES = 15
@@ -278,56 +279,41 @@ def server_command(
     }
     if config.device == "cpu":
         flags |= {
-            "--attention-backend": config.attention_backend or "torch_native",
+            "--attention-backend": "torch_native",
             "--sampling-backend": "pytorch",
             "--grammar-backend": "none",
             "--cuda-graph-backend-decode": "disabled",
-            "--mem-fraction-static": config.mem_fraction_static
-            or 0.9,  # max_total_tok bounds the cache; what other processes take meanwhile counts against this
+            # max_total_tok bounds the cache. What other processes take counts against this.
+            "--mem-fraction-static": 0.9,
         }
         environment |= {
             "SGLANG_PLATFORM": "eyas_cpu",
-            "OMP_NUM_THREADS": str(config.server_threads or config.threads),
+            "OMP_NUM_THREADS": str(config.threads),
         }
-        environment |= {"GOMP_SPINCOUNT": str(config.omp_spin)} if config.omp_spin >= 0 else {}
-        environment |= {"THP_MEM_ALLOC_ENABLE": "1"} if config.huge_pages else {}
-    else:  # what is empty or 0 is left to SGLang and NCCL
-        chosen = {
-            "--attention-backend": config.attention_backend,
-            "--mem-fraction-static": config.mem_fraction_static,
-            "--cuda-graph-max-bs-decode": config.decode_graph_batch,
-        }
-        flags |= {name: value for name, value in chosen.items() if value}
-        switches += ["--enable-nccl-nvls"] * config.nccl_nvls + ["--disable-custom-all-reduce"] * (
-            not config.custom_all_reduce
-        )
-        chosen = {
-            "NCCL_PROTO": config.nccl_proto,
-            "NCCL_ALGO": config.nccl_algo,
-            "NCCL_MIN_NCHANNELS": config.nccl_min_channels,
-            "NCCL_MAX_NCHANNELS": config.nccl_max_channels,
-        }
-        environment |= {name: str(value) for name, value in chosen.items() if value}
-    switches += ["--trust-remote-code"] * config.trust_remote_code + [
-        "--stream-interval",
-        str(config.stream_interval),
-    ] * (config.stream_interval > 1)
+    if config.trust_remote_code:
+        switches.append("--trust-remote-code")
     command = [sys.executable, "-m", "sglang.launch_server"]
+    own = read_flags(config.server_args)
     for name, value in flags.items():
-        command += [name, str(value)]
-    return command + switches, environment
+        if name not in own:
+            command += [name, str(value)]
+    command += switches
+    for name, values in own.items():
+        command += [name, *values]
+    return command, environment | read_variables(config.server_env)
 
 
-def command_text(config: Config) -> str:
-    """What `server up` would start, as a shell takes it: a line for each variable, then one for each flag. Nothing is started, and neither target nor GPU has to be here.
+def command_text(config: Config, n_blocks: int = 0) -> str:
+    """Return what `server up` would start, as a shell reads it: a line per variable and flag.
 
-    Of a target that lies elsewhere, plan_blocks of the profile says how many blocks it has. Port 0, a free one, is written as SGLang's own 30000.
+    Nothing is started. Target and GPU need not be on this machine: `n_blocks` is the number of
+    blocks of a target that is elsewhere. Port 0 (a free one) is written as SGLang's own 30000.
     """
     folder = Path(config.target)
-    if config.plan_blocks and not folder.is_dir():
-        n_blocks = config.plan_blocks
-    else:
-        folder, n_blocks = (target := target_of(config)).folder, target.n_blocks
+    if not n_blocks or folder.is_dir():
+        target = target_of(config)
+        folder = target.folder
+        n_blocks = target.n_blocks
     boundaries = boundaries_of(config, n_blocks).stored
     spool = Path(config.spool_dir) if config.spool_dir else config.server_dir / "spool"
     command, environment = server_command(config, folder, boundaries, config.port or 30000, spool)

@@ -32,6 +32,7 @@ from eyas.studies.sweep import Member, Sweep, gather
 
 Choice = tuple[int, ...]
 FIT_TOK, TUNE_TOK, SCORE_TOK = 1536, 512, 1024  # tokens of the probe, at most
+FORWARD_SIZE = 4  # boundaries at which the greedy forward selection ends, at most
 TABLES = ("runs", "counts", "table", "forward", "probes")  # of a study, each a file
 PENALTIES = (
     0.03,
@@ -310,9 +311,7 @@ def run_study(config: Config, store: Store, target: Target) -> Study:
             for b in range(n + 1)
             if not not_servable(tuple(sorted({b, n // 2, n // 2 + 1})), target)
         ]
-        forward = forward_selection(
-            candidates, measure, guide, config.forward_tried, config.forward_size
-        )
+        forward = forward_selection(candidates, measure, guide, config.forward_tried, FORWARD_SIZE)
         found = lengths()
         train(
             contenders(

@@ -176,7 +176,7 @@ class Sweep:
             )
         config = Config.create(
             **{name: getattr(self.config, name) for name in self._declared}
-            | {"threads": self.config.sweep_threads}
+            | {"threads": threads_each(self.config)}
             | settings
         )
         parameters = {name: plain(getattr(config, name)) for name in self._declared}
@@ -203,7 +203,7 @@ class Sweep:
     def _train(self, waiting: list[Member], total: int) -> None:
         ray = self._start_ray()
         task = ray.remote(train_member).options(
-            num_cpus=self.config.sweep_threads,
+            num_cpus=threads_each(self.config),
             num_gpus=1 if self.config.device == "cuda" else 0,
             max_retries=0,
         )
@@ -308,7 +308,7 @@ class Sweep:
                 try:
                     ray.init(
                         address="local",
-                        num_cpus=self.config.sweep_parallel * self.config.sweep_threads,
+                        num_cpus=self.config.sweep_parallel * threads_each(self.config),
                         include_dashboard=False,
                         object_store_memory=OBJECT_STORE_BYTES,
                         _temp_dir=str(self._temporary),
@@ -350,6 +350,11 @@ class Sweep:
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
+
+
+def threads_each(config: Config) -> int:
+    """Return the CPU threads of one training of a sweep."""
+    return max(1, config.threads // config.sweep_parallel)
 
 
 def train_member(notebook: str, folder: str, parameters: dict, record: dict, data: str) -> None:

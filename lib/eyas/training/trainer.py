@@ -92,8 +92,6 @@ SETTINGS = (
     "train_dtype",
     "mix",
     "loss",
-    "loss_mean",
-    "mask_shift",
     "fc_norm",
     "norm_output",
     "initial_weights",
@@ -113,6 +111,19 @@ def memory(found: str, expected: str, next_command: str):
         ):
             raise
         raise EyasError(found, expected, next_command) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ablation:
+    """Hold what only benchmarks/ablations.py changes, to measure what the right choice is worth.
+
+    `mask_shift`: slot j learns where loss_mask[j + mask_shift]; 0 is the common mistake.
+    `loss_mean`: a step's loss is divided by its supervised "slots", or by the whole "grid" with
+    prompts. Every drafter's record names both.
+    """
+
+    mask_shift: int = 1
+    loss_mean: str = "slots"
 
 
 class Size(NamedTuple):
@@ -150,8 +161,9 @@ class Work:
 class Training:
     """One run's state: what is trained, on what, and how far it is."""
 
-    def __init__(self, config: Config, store, target: Target):
+    def __init__(self, config: Config, store, target: Target, ablation: Ablation | None = None):
         self.config, self.target = config, target
+        self.ablation = ablation or Ablation()
         self.data = Mixture.open(config, store)
         self.certificates = (
             {}
@@ -238,9 +250,9 @@ class Training:
             config.seed,
             self.data.epoch_keys,
         )
-        settings = {name: getattr(config, name) for name in SETTINGS} | {
-            "boundaries": list(self.boundaries.feeding)
-        }
+        settings = {name: getattr(config, name) for name in SETTINGS}
+        settings |= dataclasses.asdict(self.ablation)
+        settings |= {"boundaries": list(self.boundaries.feeding)}
         self.identity = {
             "drafter": dataclasses.asdict(shape) | {"boundaries": list(shape.boundaries)},
             "store": self.data.identity,
@@ -353,7 +365,7 @@ class Training:
             self.vocab,
             self.config.draft_steps,
             self.dtype,
-            self.config.mask_shift,
+            self.ablation.mask_shift,
             shares,
         )
 
@@ -362,7 +374,7 @@ class Training:
         for key, *text in self.data.texts(
             [key for key in dict.fromkeys(keys) if key not in self.sizes]
         ):
-            slots = slots_of(*text, self.vocab, self.config.draft_steps, self.config.mask_shift)
+            slots = slots_of(*text, self.vocab, self.config.draft_steps, self.ablation.mask_shift)
             self.sizes[key] = Size(
                 len(slots.active), slots.counts(self.config.draft_steps), slots.n
             )
@@ -393,7 +405,7 @@ class Training:
                 "answers of two tokens or more, with tokens of the draft vocabulary",
                 "python -m eyas verify, or a larger draft_vocab_size",
             )
-        if config.loss_mean == "grid":
+        if self.ablation.loss_mean == "grid":
             counts = [sum(size.packed for size in sizes)] * config.draft_steps
         passes = []
         for part in parts[distributed.RANK * self.threads + self.number :: processes]:
@@ -894,7 +906,9 @@ def differences(was: dict, now: dict) -> str:
     return ", ".join(f"{name} {was.get(name, ALL)}, now {now.get(name, ALL)}" for name in names)
 
 
-def train(config: Config, store, target: Target, on_step=None) -> Path:
+def train(
+    config: Config, store, target: Target, on_step=None, ablation: Ablation | None = None
+) -> Path:
     """Train the run's drafter, or go on where a checkpoint is; gives its folder. `on_step(dict of step, loss, tok)` is called after each optimiser step.
 
     EyasError: a store without a passing parity certificate (unless `without_parity`), without training samples, with an empty loss mask, without the
@@ -907,7 +921,7 @@ def train(config: Config, store, target: Target, on_step=None) -> Path:
         1 if config.device == "cpu" and distributed.WORLD == 1 else config.threads
     )  # processes share a step, and no threads an operator, whose barriers wait for whatever else runs
     with freed_memory_kept(), distributed.group(torch.device(config.device)):
-        training = Training(config, store, target)
+        training = Training(config, store, target, ablation)
         try:
             training.lock()
             training.resume()

@@ -1,6 +1,6 @@
 """Runs SGLang's own LlamaForCausalLMEagle3 on an export, in a process of its own (SGLang keeps process-wide state).
 
-    python tests/sglang_drafter.py EXPORT_FOLDER INPUTS.safetensors OUTPUTS.safetensors
+    python tests/helpers/sglang_drafter.py EXPORT_FOLDER INPUTS.safetensors OUTPUTS.safetensors
 
 Inputs: `embedding` [V, H] of the target, `token_ids` [n + 1], `states` [n, B*H]. The first n tokens are run in one pass with the states
 (draft extend), the last one after them with the hidden state that came out last (a draft step).
@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import load_file, save_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "patches" / "cpu"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "patches" / "cpu"))
 import sglang.srt.platforms
 
 from eyas_cpu.platform import PlainCpuPlatform

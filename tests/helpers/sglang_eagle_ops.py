@@ -1,6 +1,6 @@
 """The plain-torch operations of eyas_cpu.eagle beside SGLang's own Triton kernels, interpreted, in a process of its own (SGLang keeps process-wide state).
 
-    TRITON_INTERPRET=1 TORCHDYNAMO_DISABLE=1 SGLANG_PLATFORM=eyas_cpu python tests/sglang_eagle_ops.py
+    TRITON_INTERPRET=1 TORCHDYNAMO_DISABLE=1 SGLANG_PLATFORM=eyas_cpu python tests/helpers/sglang_eagle_ops.py
 
 Prints {operation: how many cases were equal} as JSON; an operation that differs ends it. Sampled verification has no such kernel here: its output is
 drawn many times and printed as counts, for the caller to compare with the target's distribution.

@@ -1,0 +1,1 @@
+"""What several test modules use: targets, drafters, stores and stand-ins for servers."""
