@@ -22,7 +22,7 @@ from helpers.prompts import write_prompts
 from helpers.tiny import make_tiny_target
 
 OWN = {28: [2, 14, 25], 36: [2, 18, 33]}  # blocks of the target: what feeds its drafter by default
-SIZES = ["-p", "plan_samples", "10", "-p", "plan_tok", "1000"]
+SIZES = ["--samples", "10", "--tok", "1000"]
 
 
 @pytest.fixture(scope="module")
@@ -82,19 +82,10 @@ def test_every_command_takes_the_targets_own_boundaries(said, folders, n_blocks)
 
 
 @pytest.mark.parametrize("n_blocks", OWN)
-def test_a_target_elsewhere_has_the_boundaries_of_plan_blocks(said, n_blocks):
-    elsewhere = [
-        "-p",
-        "target",
-        "models/elsewhere",
-        "-p",
-        "plan_blocks",
-        n_blocks,
-        "-p",
-        "plan_hidden_size",
-        64,
-    ]
-    assert f"boundaries {[*OWN[n_blocks], n_blocks]}," in said("plan", *elsewhere, *SIZES)[1]
+def test_a_target_elsewhere_has_the_boundaries_of_its_number_of_blocks(said, n_blocks):
+    elsewhere = ["-p", "target", "models/elsewhere", "--blocks", n_blocks]
+    plan = said("plan", *elsewhere, "--hidden-size", 64, *SIZES)[1]
+    assert f"boundaries {[*OWN[n_blocks], n_blocks]}," in plan
     assert captured(said("server", "command", *elsewhere)[1]) == [*OWN[n_blocks], n_blocks]
 
 
@@ -128,33 +119,13 @@ def test_a_target_of_few_blocks_is_refused_with_what_to_type(said, folders, comm
         assert said(*command, "-p", "target", folders[4], "-p", "boundaries", "[0, 2, 3]")[0] == 0
 
 
-def test_a_profile_of_another_target_does_not_plan_for_this_one(said, folders):
-    """The profile's plan_blocks are Kimi-K2.5's."""
-    code, text = said(
-        "plan", "--profile", "kimi-k2.5", "-p", "target", folders[36], "-p", "boundaries", "[]"
-    )
-    assert (
-        code == 2
-        and "plan_blocks = 61, and blocks36 has 36" in text
-        and "-p plan_blocks 0 -p plan_hidden_size 0" in text
-    )
-    code, text = said(
-        "plan",
-        "--profile",
-        "kimi-k2.5",
-        "-p",
-        "target",
-        folders[36],
-        "-p",
-        "boundaries",
-        "[]",
-        "-p",
-        "plan_blocks",
-        "0",
-        "-p",
-        "plan_hidden_size",
-        "0",
-    )
+def test_sizes_of_another_target_do_not_plan_for_this_one(said, folders):
+    """61 and 7,168 are Kimi-K2.5's."""
+    plan = ["plan", "-p", "target", folders[36], *SIZES]
+    code, text = said(*plan, "--blocks", 61, "--hidden-size", 7168)
+    assert code == 2 and "--blocks 61, and blocks36 has 36" in text
+    assert "neither --blocks nor --hidden-size; next: python -m eyas plan" in text
+    code, text = said(*plan)
     assert code == 0 and "boundaries [2, 18, 33, 36], hidden size 32," in text
 
 

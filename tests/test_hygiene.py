@@ -13,14 +13,14 @@ import nbformat
 import pytest
 
 from eyas.cli import build_parser
-from eyas.config import PROFILES, Config, _coerce, read_profile
+from eyas.config import PROFILES, SETTINGS, Config, read_profile
 from eyas.files import ROOT
 from eyas.report.notebook import declared_parameters
 from eyas.report.parameters import settings_read
 from eyas.report.run import NOTEBOOKS
 from helpers.source import imports_of, source_of
 
-FIELDS = Config.__dataclass_fields__
+FIELDS = SETTINGS
 HEAD = ("**Question.**", "**Answer.**", "**Inputs.**", "**Outputs.**", "**Time.**", "**GPU.**")
 paths = sorted(NOTEBOOKS.glob("*.ipynb"))
 each_notebook = pytest.mark.parametrize("path", paths, ids=lambda p: p.stem)
@@ -190,7 +190,7 @@ def test_profiles(path):
     values = read_profile(path.stem)
     assert Config.load(path.stem).run_name == path.stem
     for name, value in values.items():
-        coerced = _coerce(name, value, Config.__annotations__[name])
+        coerced = getattr(Config.load(path.stem), name)
         assert (list(coerced) if isinstance(coerced, tuple) else coerced) == value, (
             f"{name}: {value!r}"
         )

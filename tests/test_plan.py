@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 
 import pytest
 import torch
 
 from eyas.capture.plan import Plan, make_plan
 from eyas.cli import main
-from eyas.config import Config
+from eyas.config import PROFILES, Config
 from eyas.data_folder import list_runs, look, remove
 from eyas.errors import EyasError
 from eyas.files import RUN_PARTS, write_json, write_safetensors
@@ -25,7 +26,9 @@ from helpers.tiny import make_tiny_target
 
 def test_the_kimi_profile_says_the_numbers_of_its_story(capsys):
     """17,285,548 tokens x 4 boundaries x 7,168 x 2 bytes; 2,591 tokens per second."""
-    assert main(["plan", "--profile", "kimi-k2.5"]) == 0
+    profile = (PROFILES / "kimi-k2.5.yaml").read_text()
+    command = re.search(r"# python -m eyas (plan .*)\n# +(.*)", profile)  # as its head says
+    assert main(f"{command[1]} {command[2]}".split()) == 0
     said = capsys.readouterr().out
     assert "10,000 samples, 17,285,548 tokens, boundaries [3, 31, 59, 61]" in said
     assert "923 GiB (991,222,464,512 bytes)" in said and "111 minutes at 2,591 tok/s" in said
@@ -167,8 +170,6 @@ def test_the_folder_of_a_server_that_is_up_is_kept(runs):
         (["boundaries", "[a"], "boundaries = '[a'"),
         (["seed", "nan"], "seed = 'nan'"),
         (["spool_gib", "inf"], "spool_gib = 'inf'"),
-        (["plan_tok", "-5"], "plan_tok = -5"),
-        (["plan_tok_per_s", "-2"], "plan_tok_per_s"),
         (["extra_boundaries", "99"], "boundaries [99] are outside"),
         (["extra_boundaries", "-1"], "boundaries [-1] are outside"),
         (["server_url", ","], "server_url = ','"),
@@ -177,20 +178,20 @@ def test_the_folder_of_a_server_that_is_up_is_kept(runs):
     ],
 )
 def test_bad_settings_are_said(data, capsys, settings, said):
-    assert (
-        main(
-            [
-                "plan",
-                "--profile",
-                "kimi-k2.5",
-                "-p",
-                *settings,
-                *([] if settings[0] != "target" else ["-p", "plan_blocks", "0"]),
-            ]
-        )
-        == 2
-    )
+    sizes = [] if settings[0] == "target" else ["--blocks", "61", "--hidden-size", "7168"]
+    counts = ["--samples", "10", "--tok", "1000"]
+    command = ["plan", "--profile", "kimi-k2.5", *sizes, *counts, "-p", *settings]
+    assert main(command) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option", [["--tok", "-5"], ["--tok-per-s", "-2"], ["--tok-per-s", "nan"], ["--blocks", "x"]]
+)
+def test_figures_of_a_plan_that_are_none_are_refused(capsys, option):
+    with pytest.raises(SystemExit):
+        main(["plan", *option])
+    assert f"argument {option[0]}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [b"epochs: [", b"\xff\xfe", b"- 1"])

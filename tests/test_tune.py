@@ -15,7 +15,7 @@ from scipy.stats import ttest_1samp
 
 from eyas.capture.extract import SampleError
 from eyas.cli import main
-from eyas.config import PROFILES, Config
+from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.files import ROOT, read_json, seal, write_json, write_text
 from eyas.models.target import Target, load_target
@@ -23,10 +23,13 @@ from eyas.prompts.prompt_set import load_prompts
 from eyas.report.plots import plot_tuning
 from eyas.server.serve import server_command, server_up
 from eyas.studies.server_settings import (
+    TEXTS,
+    TUNABLE,
     Bench,
     Rows,
     Search,
     _check_rows,
+    _with_change,
     find_result,
     how_to_tune,
     moved,
@@ -121,13 +124,13 @@ def test_a_confirmation_has_to_gain_more_than_the_noise(data, tmp_path, monkeypa
         max_length=64,
         max_total_tok=2048,
         context_tok=256,
-        tune_try="huge_pages:true",
+        tune_try="server_env:THP_MEM_ALLOC_ENABLE=1",
         tune_minutes=60,
     )
     result = tune(config, load_target(config.target), load_prompts(config.prompt_path))
     assert (
         [r["state"] for r in result["trials"]] == ["noise", "kept", "not kept"]
-        and result["kept"] == {"huge_pages": True}
+        and result["kept"] == {"server_env": "THP_MEM_ALLOC_ENABLE=1"}
         and not result["helped"]
     )
     assert (
@@ -163,42 +166,54 @@ def test_rows_that_differ_are_refused():
 
 
 def test_what_may_be_tried():
-    assert options(Config(tune_try="max_prefill_tok:2048,4096 huge_pages:true nccl_proto:LL")) == [
+    wanted = "max_prefill_tok:2048,4096 server_args:'--stream-interval 8' server_env:A=1,A=2"
+    assert options(Config(tune_try=wanted)) == [
         ("max_prefill_tok", 2048),
         ("max_prefill_tok", 4096),
-        ("huge_pages", True),
-        ("nccl_proto", "LL"),
+        ("server_args", "--stream-interval 8"),
+        ("server_env", "A=1"),
+        ("server_env", "A=2"),
     ]
     for wrong, said in (
         ("dtype:float32", "leave what is captured"),
         ("boundaries:1", "leave what is captured"),
         ("threads:x", "leave what is captured"),
-        ("huge_pages", "no value for huge_pages"),
+        ("server_env", "no value for server_env"),
+        ("server_args:'--x", "closed quotation marks"),
         ("max_prefill_tok:many", "max_prefill_tok = 'many'"),
         ("max_prefill_tok:100", "at least max_length"),
-        ("nccl_proto:XX", "'LL128'"),
+        ("server_args:--disable-radix-cache", "--disable-radix-cache"),
+        ("server_env:NCCL_PROTO", "variables such as"),
     ):
         with pytest.raises(EyasError, match=said):
             options(Config(tune_try=wrong))
-    assert {name for name, _ in options(Config())} == {
-        "stream_interval",
-        "huge_pages",
-        "server_threads",
-        "max_prefill_tok",
-        "omp_spin",
-        "concurrency",
-    }
-    assert {"nccl_proto", "nccl_algo", "nccl_nvls", "nccl_min_channels", "nccl_max_channels"} <= {
-        name for name, _ in options(Config(device="cuda", tensor_parallel=8))
-    }
-    assert not any(name.startswith("nccl") for name, _ in options(Config(device="cuda")))
+    usual = options(Config())
+    assert {name for name, _ in usual} == set(TUNABLE) - {"max_total_tok"}
+    texts = " ".join(value for name, value in usual if name in TEXTS)
+    for tried in ("--stream-interval", "THP_MEM_ALLOC_ENABLE", "OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
+        assert tried in texts
+    eight = str(options(Config(device="cuda", tensor_parallel=8)))
+    for tried in ("PROTO", "ALGO", "MIN_NCHANNELS", "MAX_NCHANNELS"):
+        assert f"NCCL_{tried}=" in eight
+    assert "--enable-nccl-nvls" in eight and "--disable-custom-all-reduce" in eight
+    assert "nccl" not in str(options(Config(device="cuda"))).lower()
+
+
+def test_what_is_tried_adds_to_the_flags_and_variables_of_the_profile():
+    config = Config(server_args="--attention-backend fa3", server_env="A=1 B=2")
+    kept = _with_change(config, {}, "server_args", "--stream-interval 8")
+    assert kept == {"server_args": "--attention-backend fa3 --stream-interval 8"}
+    kept = _with_change(config, kept, "server_env", "B=3")
+    assert kept["server_env"] == "A=1 B=3", "the same variable has the new value"
+    kept = _with_change(config, kept, "server_args", "--attention-backend flashmla")
+    assert kept["server_args"] == "--attention-backend flashmla --stream-interval 8"
 
 
 # --- the command
 
 
 def test_the_command_for_eight_gpus(capsys):
-    assert main(["server", "command", "--profile", "kimi-k2.5"]) == 0
+    assert main(["server", "command", "--profile", "kimi-k2.5", "--blocks", "61"]) == 0
     text = capsys.readouterr().out
     words = shlex.split(text.replace("\\\n", " "))
     start = words.index("python")
@@ -225,7 +240,7 @@ def test_the_command_for_eight_gpus(capsys):
         "--model-path": "models/Kimi-K2.5",
         "--tp-size": "8",
         "--device": "cuda",
-        "--mem-fraction-static": str(config.mem_fraction_static),
+        "--mem-fraction-static": "0.8",
         "--max-prefill-tokens": str(config.max_prefill_tok),
         "--chunked-prefill-size": "-1",
     }
@@ -244,15 +259,9 @@ def test_settings_reach_the_command():
     changed = Config(
         device="cuda",
         tensor_parallel=8,
-        nccl_proto="LL128",
-        nccl_algo="Tree",
-        nccl_min_channels=8,
-        nccl_max_channels=16,
-        nccl_nvls=True,
-        custom_all_reduce=False,
-        attention_backend="flashmla",
-        decode_graph_batch=32,
-        mem_fraction_static=0.8,
+        server_env="NCCL_PROTO=LL128 NCCL_ALGO=Tree NCCL_MIN_NCHANNELS=8 NCCL_MAX_NCHANNELS=16",
+        server_args="--enable-nccl-nvls --disable-custom-all-reduce --attention-backend flashmla "
+        "--cuda-graph-max-bs-decode 32 --mem-fraction-static=0.8",
     )
     command, environment = server_command(changed, folder, (3,), 1, folder)
     assert {
@@ -279,7 +288,10 @@ def test_settings_reach_the_command():
         "--disable-custom-all-reduce",
     } & set(plain)
     command, cpu = server_command(
-        Config(server_threads=3, omp_spin=0, huge_pages=True, stream_interval=8),
+        Config(
+            server_env="OMP_NUM_THREADS=3 GOMP_SPINCOUNT=0 THP_MEM_ALLOC_ENABLE=1",
+            server_args="--stream-interval 8 --attention-backend none-such",
+        ),
         folder,
         (3,),
         1,
@@ -293,6 +305,8 @@ def test_settings_reach_the_command():
     assert (
         command[command.index("--stream-interval") + 1] == "8" and "--stream-interval" not in plain
     )
+    backends = [command[n + 1] for n, word in enumerate(command) if word == "--attention-backend"]
+    assert backends == ["none-such"], "the profile's, in the place of torch_native"
     assert (
         server_command(Config(), folder, (3,), 1, folder)[1]
         .keys()
@@ -338,7 +352,7 @@ def made_result(helped: bool) -> dict:
         {
             "kind": "change",
             "kept": {"max_prefill_tok": 2048},
-            "tried": {"huge_pages": True, "max_prefill_tok": 2048},
+            "tried": {"server_args": "--stream-interval 8", "max_prefill_tok": 2048},
             "state": "refused",
             "reason": "the server died\nlog",
             "seconds": 9.0,
@@ -401,7 +415,7 @@ def test_what_a_result_says(data):
         == [
             "the same settings twice",
             "max_prefill_tok 2048",
-            "huge_pages true",
+            "server_args --stream-interval 8",
             "all that was kept, in new servers",
         ]
         and table["why"][2] == "the server died ... log"
@@ -457,17 +471,18 @@ def test_the_walk_combines_what_helps_and_ends(data, capsys):
         return (
             1
             + 0.1 * (settings.get("max_prefill_tok") == 2048)
-            + 0.2 * settings.get("huge_pages", False) * (1 + (settings.get("concurrency") == 32))
+            + 0.2
+            * ("A=1" in settings.get("server_env", ""))
+            * (1 + (settings.get("concurrency") == 32))
         )
 
     config = Config(
         tune_minutes=1000,
-        tune_trials=1000,
-        tune_try="concurrency:32 max_prefill_tok:2048,4096 huge_pages:true",
+        tune_try="concurrency:32 max_prefill_tok:2048,4096 server_env:A=1",
     )
     kept, noise, ended = (search := Given(config, speed)).walk()
     assert (
-        kept == {"max_prefill_tok": 2048, "huge_pages": True, "concurrency": 32}
+        kept == {"max_prefill_tok": 2048, "server_env": "A=1", "concurrency": 32}
         and ended == "everything tried"
         and noise["decode"] == pytest.approx(1 / 0.99)
     )
@@ -478,20 +493,18 @@ def test_the_walk_combines_what_helps_and_ends(data, capsys):
     assert search.records[1]["state"] == "not kept" and search.records[1]["tried"] == {
         "concurrency": 32
     }, "it is tried again beside the others"
-    assert Given(Config(tune_minutes=1000, tune_trials=2, tune_try=config.tune_try), speed).walk()[
-        ::2
-    ] == ({"max_prefill_tok": 2048}, "2 trials made (tune_trials)")
     assert Given(Config(tune_minutes=4, tune_try=config.tune_try), speed).walk()[::2] == (
         {"max_prefill_tok": 2048},
         "4 minutes spent (tune_minutes)",
     )
-    assert Given(Config(tune_trials=0), speed).walk()[::2] == ({}, "0 trials made (tune_trials)")
+    only_noise = Given(Config(tune_minutes=0), speed).walk()
+    assert only_noise[::2] == ({}, "0 minutes spent (tune_minutes)")
     assert Given(config, lambda settings: 1.0).walk()[0] == {}
 
 
 def test_a_walk_in_circles_ends(data, capsys):
     """Whatever is tried looks better than what is there."""
-    search = Given(Config(tune_minutes=1000, tune_trials=1000, tune_try="concurrency:8,32"), None)
+    search = Given(Config(tune_minutes=1000, tune_try="concurrency:8,32"), None)
     seen = iter(range(1, 1000))
     search.speeds = lambda settings: float(next(seen)) ** -1
     assert search.walk()[2] == "everything tried" and len(search.records) < 6
@@ -535,7 +548,7 @@ def test_a_killed_search_goes_on_and_a_setting_that_fails_is_refused(data, tmp_p
         "tune_rounds": 3,
         "tune_samples": 4,
         "tune_new_tok": 32,
-        "tune_try": "max_prefill_tok:64 attention_backend:none-such",
+        "tune_try": "max_prefill_tok:64 server_args:'--attention-backend none-such'",
     }
     command = [
         sys.executable,
@@ -602,26 +615,9 @@ def test_a_killed_search_goes_on_and_a_setting_that_fails_is_refused(data, tmp_p
 def test_the_kimi_profile_says_what_eight_gpus_need():
     config = Config.load("kimi-k2.5")
     assert config.tensor_parallel == 8 and not config.tune_together and config.trust_remote_code
-    tried = dict.fromkeys(name for name, _ in options(config))
-    assert {
-        "nccl_proto",
-        "nccl_algo",
-        "nccl_min_channels",
-        "nccl_max_channels",
-        "nccl_nvls",
-        "custom_all_reduce",
-        "attention_backend",
-    } <= set(tried)
-    text = (PROFILES / "kimi-k2.5.yaml").read_text()
-    assert all(
-        f"{name}:" in text
-        for name in (
-            "nccl_proto",
-            "nccl_algo",
-            "nccl_min_channels",
-            "nccl_max_channels",
-            "nccl_nvls",
-            "mem_fraction_static",
-            "attention_backend",
-        )
-    )
+    tried = " ".join(value for name, value in options(config) if name in TEXTS)
+    for name in ("PROTO", "ALGO", "MIN_NCHANNELS", "MAX_NCHANNELS"):
+        assert f"NCCL_{name}=" in tried
+    for flag in ("--enable-nccl-nvls", "--disable-custom-all-reduce", "--attention-backend fa3"):
+        assert flag in tried
+    assert "--mem-fraction-static" in config.server_args

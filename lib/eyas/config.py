@@ -176,7 +176,7 @@ class TargetSettings:
     )
     boundaries: Boundaries = Field(
         (),
-        description="Boundaries that feed the drafter. Empty: 2, N//2, N-3. "
+        description="Boundaries that feed the drafter. Empty: the target's own: 2, N//2, N-3. "
         "Boundary N is always stored too.",
     )
     extra_boundaries: str = Field(

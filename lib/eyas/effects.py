@@ -1,6 +1,7 @@
-"""Which settings each command reads, so that one which came with -p and has no effect is said to have none.
+"""Say which settings each command reads, and which of those given with -p have no effect.
 
-`tests/test_effects.py` compares the table with the code that each command reaches, and with what a command really reads while it runs.
+`tests/test_effects.py` compares the table with the code that each command reaches, and with what
+a command reads while it runs.
 """
 
 from eyas.config import Config
@@ -16,15 +17,15 @@ RUN = _names("run_name")
 TARGET = _names("target trust_remote_code chat_template_kwargs")
 FIND = _names("run_name server_url")  # a server that runs already
 DRAFT = _names(
-    "speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens speculative_use_rejection_sampling"
+    "speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens "
+    "speculative_use_rejection_sampling"
 )
 SERVER = (
     DRAFT
     | TARGET
     | _names(
-        "run_name seed threads device dtype port tensor_parallel max_total_tok context_tok server_timeout_s spool_dir spool_gib max_prefill_tok server_threads "
-        "omp_spin huge_pages stream_interval mem_fraction_static attention_backend custom_all_reduce nccl_proto nccl_algo nccl_min_channels nccl_max_channels "
-        "nccl_nvls decode_graph_batch"
+        "run_name seed threads device dtype port tensor_parallel max_total_tok context_tok "
+        "server_timeout_s spool_dir spool_gib max_prefill_tok server_args server_env"
     )
 )
 STORED = _names("boundaries extra_boundaries")
@@ -36,19 +37,20 @@ EXTRACT = (
     | TARGET
     | STORED
     | CHOSEN
-    | _names("concurrency request_timeout_s shard_mib store_fp8 spool_gib plan_tok_per_s")
+    | _names("concurrency request_timeout_s shard_mib store_fp8 spool_gib")
 )
 EVALUATED = ANSWERED | _names("eval_set decode_prompts decode_new_tok max_length")
 TRAIN = TARGET | _names(
-    "run_name member drafter_run drafter_weights boundaries seed threads device mix train_samples heldout_samples draft_vocab_size draft_steps step_decay loss "
-    "loss_mean mask_shift fc_norm norm_output initial_weights epochs batch_tok pass_tok learning_rate warmup_ratio train_dtype parallel checkpoint_steps "
-    "keep_checkpoints eval_steps patience spike_ratio without_parity"
+    "run_name member drafter_run drafter_weights boundaries seed threads device mix train_samples "
+    "heldout_samples draft_vocab_size draft_steps step_decay loss fc_norm norm_output "
+    "initial_weights epochs batch_tok pass_tok learning_rate warmup_ratio train_dtype parallel "
+    "checkpoint_steps keep_checkpoints eval_steps patience spike_ratio without_parity"
 )
 
 READS: dict[str, Names] = {
     "target": TARGET,
     "server up": SERVER | STORED | FIND,
-    "server command": SERVER | STORED | FIND | _names("plan_blocks"),
+    "server command": SERVER | STORED | FIND,
     "server wait": FIND | _names("server_timeout_s"),
     "server status": FIND,
     "server down": FIND,
@@ -56,16 +58,12 @@ READS: dict[str, Names] = {
     | STORED
     | CHOSEN
     | _names(
-        "server_url concurrency request_timeout_s tune_trials tune_minutes tune_try tune_rounds tune_samples tune_new_tok tune_together"
+        "server_url concurrency request_timeout_s tune_minutes tune_try tune_rounds tune_samples "
+        "tune_new_tok tune_together"
     ),
     "prompts show": _names("prompt_set"),
     "prompts generate": FIND | TARGET | ANSWERED | _names("max_new_tok concurrency"),
-    "plan": TARGET
-    | STORED
-    | CHOSEN
-    | _names(
-        "dtype shard_mib spool_gib store_fp8 plan_tok plan_samples plan_hidden_size plan_blocks plan_tok_per_s"
-    ),
+    "plan": TARGET | STORED | CHOSEN | _names("dtype shard_mib spool_gib store_fp8"),
     "extract": EXTRACT,
     "verify": EXTRACT,  # --repair extracts again
     "store export": RUN | _names("boundaries"),
@@ -76,7 +74,7 @@ READS: dict[str, Names] = {
     "train": TRAIN,
     "sweep": (TRAIN - _names("member boundaries"))
     | _names(
-        "speculative_num_steps sweep_parallel sweep_threads ray_address sweep_seeds contenders forward_size forward_tried"
+        "speculative_num_steps sweep_parallel ray_address sweep_seeds contenders forward_tried"
     ),
     "walk": JUDGED | _names("speculative_num_steps temperature"),
     "decode": JUDGED
@@ -88,7 +86,8 @@ READS: dict[str, Names] = {
     | JUDGED
     | EVALUATED
     | _names(
-        "temperature concurrency request_timeout_s serve_prompts serve_url serve_dtype serve_timed_prompts"
+        "temperature concurrency request_timeout_s serve_prompts serve_url serve_dtype "
+        "serve_timed_prompts"
     ),
     "export": TARGET | DRAFT | _names("run_name member drafter_weights dtype tensor_parallel"),
     "import-drafter": TARGET | _names("run_name member boundaries"),
@@ -98,9 +97,13 @@ READS: dict[str, Names] = {
 
 
 def without_effect(command: str, names: list[str], config: Config) -> str:
-    """Return a sentence about the settings among these that the command does not read; "" where it reads them all."""
+    """Return a sentence about those of these settings that the command does not read.
+
+    Return "" where it reads all of them.
+    """
     if command not in READS:
         return ""
+    names = [name.rpartition(".")[2] for name in names]  # -p training.epochs 3
     found = [name for name in names if name not in READS[command]]
     if command in ("train", "sweep") and config.initial_weights != "drafter":
         found += [

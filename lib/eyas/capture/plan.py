@@ -80,7 +80,8 @@ class Plan:
         return "\n".join(
             (
                 f"{self.samples:,} samples, {self.tok:,} tokens, "
-                f"boundaries {list(self.boundaries)}, hidden size {self.hidden_size:,}, {self.dtype}",
+                f"boundaries {list(self.boundaries)}, "
+                f"hidden size {self.hidden_size:,}, {self.dtype}",
                 f"states  {bytes_text(self.states_bytes)} ({self.states_bytes:,} bytes)",
                 f"files   {self.shards:,} of {bytes_text(self.shard_bytes)}, "
                 f"{bytes_text(self.bytes)} with token ids and masks",

@@ -15,13 +15,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from eyas.config import Config
+from eyas.config import SETTINGS, Config
 from eyas.effects import READS
 from eyas.errors import EyasError
 from eyas.files import read_json
 from eyas.report.notebook import declared_parameters
 
-SETTINGS = frozenset(Config.__dataclass_fields__)
 PROFILE = "profile"  # the one declared name that is no setting
 INJECTED = "# Parameters"  # how papermill begins the cell that it adds
 ANSWER = '<div class="eyas-answer">'  # how the HTML of an answer begins
@@ -39,7 +38,7 @@ def open_notebook(namespace: dict[str, Any]) -> tuple[Config, "Answer"]:
     answer = Answer()
     config = notebook_config(namespace)
     shown = {*config.changed, *namespace}
-    print(config.describe(name for name in Config.__dataclass_fields__ if name in shown))
+    print(config.describe(name for name in SETTINGS if name in shown))
     return config, answer
 
 
@@ -123,7 +122,7 @@ def settings_read(path: Path) -> frozenset[str]:
     declared = set(declared_parameters(path))
     entries = (read_json(path)["metadata"].get("eyas") or {}).get("settings")
     if entries is None:
-        return SETTINGS if PROFILE in declared else frozenset(declared)
+        return frozenset(SETTINGS) if PROFILE in declared else frozenset(declared)
     names = declared - {PROFILE}
     for entry in entries:
         if entry not in READS and entry not in SETTINGS:

@@ -360,20 +360,26 @@ class _Module:
         for node in _without_words(tree).body:
             for part in _defines(node):
                 parts.setdefault(part, []).append(node)
-        if (
-            name == "config"
-        ):  # settings are among the parameters; what they mean and may be decides nothing
-            settings = next(node for node in parts["Config"] if isinstance(node, ast.ClassDef))
-            settings.body = [
-                n
-                for n in settings.body
-                if not isinstance(n, ast.AnnAssign) and getattr(n, "name", "") != "__post_init__"
-            ]
+        if name == "config":
+            _drop_settings(parts)
         self.parts = {part: ast.Module(nodes, []) for part, nodes in parts.items()}
         self.known = self.imports | {part: (name, part) for part in parts}
 
     def hash(self, part: str) -> str:
         return xxhash.xxh3_128_hexdigest(ast.dump(self.parts[part]).encode())
+
+
+def _drop_settings(parts: dict[str, list[ast.stmt]]) -> None:
+    """Drop the fields of the classes in `eyas.config`, each a setting, and REMOVED.
+
+    The values of settings are compared as parameters. Their meaning and bounds decide no result.
+    """
+    for nodes in parts.values():
+        for node in nodes:
+            if isinstance(node, ast.ClassDef):
+                fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
+                node.body = [n for n in node.body if n not in fields] or [ast.Pass()]
+    parts.pop("REMOVED", None)
 
 
 def _defines(node: ast.stmt) -> list[str]:

@@ -1,7 +1,10 @@
-"""Start, wait for, inspect and stop the SGLang server of a run: `python -m eyas server up|wait|status|down --profile P`.
+"""Start, wait for, inspect and stop the SGLang server of a run.
 
-The server runs in a session of its own, on 127.0.0.1, with its log and `server.json` (pid, port, command) in the run's
-server folder, so that it outlives a notebook's kernel and is found again. Everything is stopped by that pid.
+`python -m eyas server up|wait|status|down --profile P`
+
+The server runs in a session of its own, on 127.0.0.1. Its log and `server.json` (pid, port,
+command) are in the run's server folder, so that it outlives a notebook's kernel and is found again.
+Everything is stopped by that pid.
 """
 
 import contextlib
@@ -31,17 +34,22 @@ from eyas.passthrough import read_flags, read_variables
 from eyas.processes import still_running
 
 LOG_TAIL_LINES = 15
-CONTEXT_MARGIN_TOK = 8  # SGLang keeps a few positions for output; a prompt as long as the context is to be captured too
+# SGLang keeps a few positions for output; a prompt as long as the context must be captured too.
+CONTEXT_MARGIN_TOK = 8
 PORT_TRIES = 3
 SERVING_CHUNK_TOK = 2048  # prefill of a server that serves, as SGLang does on a small GPU
-# Of every client that threads share. The threads bound the connections: with a bound of its own httpcore closes idle connections, also one that another thread
-# was given just now, whose answer is then lost. An idle one is left before the server (after 5 s, as uvicorn does) leaves it.
+# For every client that threads share. The number of threads bounds the connections: with a bound
+# of its own httpcore closes idle connections, also one that another thread was given just now,
+# whose answer is then lost. An idle connection is closed before the server does (uvicorn: 5 s).
 LIMITS = httpx.Limits(keepalive_expiry=2.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A server that was started by this project (pid > 0), or somebody's own (pid 0: never stopped by us)."""
+    """Name a server that Eyas started (pid > 0), or one that the user runs (pid 0).
+
+    A server with pid 0 is never stopped by Eyas.
+    """
 
     url: str
     pid: int = 0
@@ -54,7 +62,7 @@ class Server:
         return self.folder / "server.log"
 
     def process(self) -> psutil.Process | None:
-        """The running process, or None when it has ended (a zombie has)."""
+        """Return the running process, or None when it has ended (a zombie has)."""
         try:
             process = psutil.Process(self.pid)
             same = started_ticks(self.pid) == self.started
@@ -63,12 +71,16 @@ class Server:
             return None
 
     def wait(self, timeout_s: float) -> "Server":
-        """Until it answers. A process that has died is noticed at once and the end of its log is shown."""
+        """Wait until the server answers, and return it.
+
+        Raise EyasError with the end of its log as soon as its process has died.
+        """
         end = time.monotonic() + timeout_s
         while True:
             if self.pid and self.process() is None:
                 raise EyasError(
-                    f"the server died while starting; the end of {shown(self.log)}:\n{log_tail(self.log)}\n",
+                    f"the server died while starting; the end of {shown(self.log)}:\n"
+                    f"{log_tail(self.log)}\n",
                     "",
                     "python -m eyas doctor",
                 )
@@ -93,7 +105,7 @@ class Server:
             time.sleep(0.3)
 
     def status(self) -> dict:
-        """What matters, read back from the running server and not from the flags that we meant to give it."""
+        """Return what matters, read back from the running server and not from our flags."""
         try:
             answer = httpx.get(f"{self.url}/server_info", timeout=httpx.Timeout(120, connect=30))
             answer.raise_for_status()
@@ -134,7 +146,7 @@ class Server:
         }
 
     def down(self, timeout_s: float = 20.0) -> None:
-        """Stop the process group of our own server; never anybody else's."""
+        """Stop the processes of a server that Eyas started; never anybody else's."""
         if not self.pid:
             return
         process = self.process()
@@ -146,7 +158,9 @@ class Server:
             (signal.SIGKILL, family[:1], timeout_s),
             (signal.SIGKILL, family, 10.0),
         ):
-            for member in members:  # the first looks for a SIGTERM every 5 s only, and with the others gone it has nothing to end
+            # The first process looks for a SIGTERM every 5 s only. Once the others have ended it
+            # has nothing to do, so it is killed next.
+            for member in members:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.send_signal(sign)
             if not still_running(family, patience_s):
@@ -154,12 +168,15 @@ class Server:
         (self.folder / "server.json").unlink(missing_ok=True)
 
     def _left_behind(self) -> list[psutil.Process]:
-        """SGLang's own processes, where the one that started them died: those of its session that are SGLang's, since after a new start of the machine the
-        number may be anybody's. A pid that is another process by now had nothing left behind."""
+        """Return SGLang's processes whose first process died: those of its session.
+
+        Only processes of SGLang count: after a restart of the machine the session's number may be
+        anybody's. Where the pid is another process by now, nothing was left behind.
+        """
         try:
             if started_ticks(self.pid) != self.started:
                 return []
-        except OSError:  # no such process, and none will get the number while its session lives
+        except OSError:  # no such process; none gets the number while its session exists
             pass
         return [
             process
@@ -168,7 +185,10 @@ class Server:
         ]
 
     def done(self) -> None:
-        """Not needed here any more: down, unless somebody else started it (`server up` by hand; a notebook, where a report uses it now)."""
+        """Stop the server where this process started it.
+
+        A server of `server up`, or of a notebook whose server a report uses, keeps running.
+        """
         if self.owner == _owner():
             self.down()
 
@@ -187,12 +207,18 @@ def _session(pid: int) -> int:
 
 
 def started_ticks(pid: int) -> int:
-    """When a process started, in clock ticks since the machine did: unlike a time of day, nobody sets it back. OSError when it is gone."""
+    """Return when a process started, in clock ticks since the machine started.
+
+    Unlike the time of day, nobody sets it back. Raise OSError when the process has ended.
+    """
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def _drafter(info: dict, read_back: dict | None) -> dict | None:
-    """The settings, and what the plugin says of the running model: `boundaries` that feed the drafter; None where the plugin is not on."""
+    """Return the drafting settings, and the `boundaries` that feed the drafter.
+
+    The plugin reads the boundaries from the running model; they are None where it is not on.
+    """
     if not info.get("speculative_algorithm"):
         return None
     settings = {
@@ -220,18 +246,22 @@ def server_command(
     chunk_tok: int = 0,
     draft: Path | None = None,
 ) -> tuple[list[str], dict[str, str]]:
-    """The exact command and the variables that it needs beyond the caller's; everything comes from the profile.
+    """Return the exact command, and the variables that it needs beyond the caller's.
 
-    `chunk_tok`: 0 for extraction; otherwise as servers run elsewhere, with the prefix cache and with prefill in chunks of so many tokens.
+    Everything comes from the profile. Flags of server_args replace Eyas's own of the same name.
+    `chunk_tok`: 0 for extraction. Otherwise the server has the prefix cache, and prefill in chunks
+    of so many tokens, as servers run elsewhere.
     `draft`: an exported drafter (`eyas.models.export`) to draft with, as EAGLE3.
 
-    Where nothing is captured, a GPU server has the overlap scheduler and prefill graphs, as one serves: what is told of each verify step (`eyas_accepted`) and of the drafter
-    is read when results are processed, in order and on the host, which neither changes. A CPU server goes without both: SGLang turns overlap off itself for one that drafts
-    (`speculative_hook._disable_overlap_schedule_for_cpu`), so the plain one it is compared with has none either, and the platform has no graphs.
+    Where nothing is captured, a GPU server has the overlap scheduler and prefill graphs, as in
+    production: what the plugin tells of each verify step (`eyas_accepted`) and of the drafter is
+    read when results are processed, in order and on the host, which neither changes. A CPU server
+    has neither: SGLang itself turns overlap off for a server that drafts
+    (`speculative_hook._disable_overlap_schedule_for_cpu`), so the plain server it is compared with
+    has none either, and the platform has no graphs.
     """
-    synchronous = (
-        bool(boundaries) or config.device == "cpu"
-    )  # a batch is computed, its rows are read, and then the next one is computed
+    # A batch is computed, its rows are read, and only then the next batch is computed.
+    synchronous = bool(boundaries) or config.device == "cpu"
     flags = {
         "--model-path": model,
         "--host": "127.0.0.1",
@@ -243,16 +273,16 @@ def server_command(
         "--max-total-tokens": config.max_total_tok,
         "--max-prefill-tokens": config.max_prefill_tok or config.max_total_tok,
         "--chunked-prefill-size": chunk_tok or -1,  # -1: a sample's rows come in one piece
-        **(
-            {"--cuda-graph-backend-prefill": "disabled"} if synchronous else {}
-        ),  # hooks see every prefill
-        "--random-seed": config.seed,
     }
-    switches = [
-        "--sleep-on-idle",
-        *["--disable-overlap-schedule"] * synchronous,
-        "--skip-server-warmup",
-    ] + ([] if chunk_tok else ["--disable-radix-cache"])
+    if synchronous:
+        flags["--cuda-graph-backend-prefill"] = "disabled"  # hooks see every prefill
+    flags["--random-seed"] = config.seed
+    switches = ["--sleep-on-idle"]
+    if synchronous:
+        switches.append("--disable-overlap-schedule")
+    switches.append("--skip-server-warmup")
+    if not chunk_tok:
+        switches.append("--disable-radix-cache")
     if draft is not None:
         flags |= {
             "--speculative-algorithm": "EAGLE3",  # EAGLE would run too, and accept nothing
@@ -261,9 +291,8 @@ def server_command(
             "--speculative-eagle-topk": config.speculative_eagle_topk,
             "--speculative-num-draft-tokens": config.verified_tok,
         }
-        switches += [
-            "--speculative-use-rejection-sampling"
-        ] * config.speculative_use_rejection_sampling
+        if config.speculative_use_rejection_sampling:
+            switches.append("--speculative-use-rejection-sampling")
     environment = {
         "EYAS_CAPTURE": json.dumps(
             {
@@ -329,7 +358,7 @@ def command_text(config: Config, n_blocks: int = 0) -> str:
 
 
 def check_device(config: Config) -> None:
-    """EyasError where a server on GPUs is asked for and this machine does not show as many as it takes."""
+    """Raise EyasError where the server needs more GPUs than this machine shows."""
     if config.device != "cuda":
         return
     import torch  # seconds to import
@@ -337,19 +366,23 @@ def check_device(config: Config) -> None:
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found < config.tensor_parallel:
         raise EyasError(
-            f"device = 'cuda' with tensor_parallel = {config.tensor_parallel}, and torch {torch.__version__} sees {found} GPUs here",
+            f"device = 'cuda' with tensor_parallel = {config.tensor_parallel}, "
+            f"and torch {torch.__version__} sees {found} GPUs here",
             "as many as that, with requirements/gpu.txt installed",
-            "python -m eyas server command, which prints what to start where they are, or -p device cpu -p tensor_parallel 1",
+            "python -m eyas server command, which prints what to start where they are, "
+            "or -p device cpu -p tensor_parallel 1",
         )
 
 
 def server_up(config: Config, tied: bool = False, chunk_tok: int = 0, owner: str = "") -> Server:
     """Start the run's server and wait until it serves with the capture plugin on.
 
-    `tied` ends it with this process however that dies (tests); otherwise it lives until `down`. `chunk_tok` as in `server_command`.
-    `owner`: who may end it with `done`; by default the report or the notebook that this is.
-    EyasError: one is already up, the port is taken, boundaries outside 0..N, the server died (with the end of its log),
-    or it came up without the plugin (it is stopped then).
+    `tied` ends it with this process however that dies (tests); otherwise it runs until `down`.
+    `chunk_tok` as in `server_command`. `owner`: who may stop it with `done`; by default the report
+    or the notebook that this is.
+
+    Raise EyasError where one is already up, the port is taken, a boundary is outside 0..N, the
+    server died (with the end of its log), or it started without the plugin (it is stopped then).
     """
     check_device(config)
     target = target_of(config)
@@ -364,7 +397,8 @@ def server_up(config: Config, tied: bool = False, chunk_tok: int = 0, owner: str
         )
     if running is not None:
         raise EyasError(
-            f"a server of run {config.run_name!r} is already up at {running.url} (pid {running.pid})",
+            f"a server of run {config.run_name!r} is already up at {running.url} "
+            f"(pid {running.pid})",
             "",
             f"python -m eyas server down {_profile_hint(config)}",
         )
@@ -394,11 +428,15 @@ def server_up(config: Config, tied: bool = False, chunk_tok: int = 0, owner: str
 
 
 def serving_up(config: Config, draft: Path | None, folder: Path, *, tied: bool = False) -> Server:
-    """Start a server as one serves, with the prefix cache and nothing captured, and wait for it; it drafts with the exported drafter `draft`.
+    """Start a server as in production, with the exported drafter `draft`, and wait for it.
 
-    server.json and server.log go into `folder`; `tied` as in `server_up`. Its `status()["drafter"]` says which boundaries feed the drafter. With and without `draft` the flags are
-    the same but for those of drafting, so that the speed of the two may be compared (`server_command` says what a CPU goes without).
-    EyasError: float32 on a GPU, a server of that folder is up, the port is taken, a draft folder without a drafter, the server died, or came up without drafter or plugin.
+    It has the prefix cache and captures nothing. server.json and server.log go into `folder`;
+    `tied` as in `server_up`. Its `status()["drafter"]` says which boundaries feed the drafter. With
+    and without `draft` the flags are the same but for those of drafting, so that the speed of the
+    two may be compared (`server_command` says what a CPU server has not).
+
+    Raise EyasError for float32 on a GPU, a server of that folder that is up, a port that is taken,
+    a draft folder without a drafter, a server that died, or started without drafter or plugin.
     """
     check_dtype(config, config.dtype, "dtype")
     target = target_of(config)
@@ -430,7 +468,8 @@ def serving_up(config: Config, draft: Path | None, folder: Path, *, tied: bool =
         drafter = server.status()["drafter"]
         if draft is not None and (drafter is None or drafter["boundaries"] is None):
             raise EyasError(
-                f"the server came up without {'its drafter' if drafter is None else 'the plugin'}; see {shown(server.log)}",
+                f"the server came up without {'its drafter' if drafter is None else 'the plugin'}; "
+                f"see {shown(server.log)}",
                 "both",
                 "python -m eyas doctor",
             )
@@ -441,25 +480,35 @@ def serving_up(config: Config, draft: Path | None, folder: Path, *, tied: bool =
 
 
 def check_dtype(config: Config, dtype: str, setting: str) -> None:
-    """EyasError for float32 on a GPU. `setting`: the one that says it.
+    """Raise EyasError for float32 on a GPU. `setting`: the one that asks for it.
 
-    The attention that SGLang 0.5.23 chooses there (fa3, trtllm_mha, FlashInfer: `model_override_base`) takes no float32. Triton's does, and multiplies it in TF32 (`tl.dot` without
-    input_precision), ten bits of fraction: then texts differ as they may in bfloat16, and the check would report a fault where there is none.
+    The attention that SGLang 0.5.23 chooses there (fa3, trtllm_mha, FlashInfer:
+    `model_override_base`) takes no float32. Triton's does, and multiplies it in TF32 (`tl.dot`
+    without input_precision), ten bits of fraction: then texts differ as they may in bfloat16, and
+    the check would report a fault where there is none.
     """
     if config.device == "cuda" and dtype == "float32":
         raise EyasError(
-            "float32 on a GPU: SGLang's attention takes none there, or multiplies it in TF32, in which texts need not be equal",
-            "bfloat16, as one serves; decode compares the texts in float32",
+            "float32 on a GPU: SGLang's attention takes none there, or multiplies it in TF32, "
+            "in which texts need not be equal",
+            "bfloat16, as in production; decode compares the texts in float32",
             f"-p {setting} bfloat16",
         )
 
 
 def _check_rejection_sampling(config: Config, draft: dict) -> None:
-    """EyasError where SGLang 0.5.23, or its plain CPU platform here, would die of the setting after half a minute."""
-    without = "-p speculative_use_rejection_sampling false (sampled output has the target's own distribution all the same)"
+    """Raise EyasError where the setting would end SGLang 0.5.23 after half a minute.
+
+    So it would on a GPU with a small draft vocabulary, and on the plain CPU platform.
+    """
+    without = (
+        "-p speculative_use_rejection_sampling false "
+        "(sampled output has the target's own distribution all the same)"
+    )
     if draft["draft_vocab_size"] != draft["vocab_size"]:
         raise EyasError(
-            f"speculative_use_rejection_sampling with a draft vocabulary of {draft['draft_vocab_size']:,} of {draft['vocab_size']:,} tokens",
+            "speculative_use_rejection_sampling with a draft vocabulary of "
+            f"{draft['draft_vocab_size']:,} of {draft['vocab_size']:,} tokens",
             "all of them: SGLang takes no fewer there",
             without,
         )
@@ -478,7 +527,11 @@ def _up(
     tied: bool,
     owner: str = "",
 ) -> Server:
-    """Start `command(port)` and wait. A free port that somebody else took before the server did, which is half a minute, costs a new start with another."""
+    """Start `command(port)` and wait.
+
+    Another program may take the free port before the server does, within half a minute. Then the
+    server is started again with another port.
+    """
     for tries_left in reversed(range(PORT_TRIES)):
         port = _port_for(config)
         server = _start(*command(port), port, folder, tied, owner)
@@ -504,7 +557,10 @@ def _start(
     tied: bool,
     owner: str = "",
 ) -> Server:
-    """The process in a session of its own, with its log and server.json; not waited for."""
+    """Start the process in a session of its own, with its log and server.json.
+
+    It is not waited for.
+    """
     with open(folder / "server.log", "wb") as log:
         process = subprocess.Popen(
             command,
@@ -543,14 +599,17 @@ def _start(
 
 
 def find_server(config: Config) -> Server | None:
-    """The server of this run if it is up: the (first) `server_url` of the profile, or the one that server.json names and that lives."""
+    """Return the server of this run if it is up.
+
+    It is the (first) `server_url` of the profile, or the running one that server.json names.
+    """
     if config.server_url:
         return Server(config.server_url.split(",")[0].strip().rstrip("/"))
     return started_server(config.server_dir)
 
 
 def started_server(folder: Path) -> Server | None:
-    """The server that the server.json of a run's server folder names, if it lives."""
+    """Return the server that server.json of a run's server folder names, if it is running."""
     path = folder / "server.json"
     if not path.is_file():
         return None
@@ -576,7 +635,7 @@ def need_server(config: Config) -> Server:
 
 
 def need_servers(config: Config) -> list[Server]:
-    """All servers of this run: `server_url` may name several, with commas between."""
+    """Return all servers of this run: `server_url` may name several, with commas between."""
     if "," in config.server_url:
         return [
             Server(url.strip().rstrip("/")) for url in config.server_url.split(",") if url.strip()
@@ -585,7 +644,10 @@ def need_servers(config: Config) -> list[Server]:
 
 
 def check_for_capture(status: dict, boundaries: tuple[int, ...], target: Target) -> None:
-    """Refuse a server whose settings would lose or merge rows, or that serves something else; the message names the flag."""
+    """Raise EyasError for a server whose settings would lose or merge rows, or another model.
+
+    The message names the flag.
+    """
     again = "python -m eyas server down, then python -m eyas server up"
     capture = status["capture"]
     if capture is None:
@@ -603,7 +665,8 @@ def check_for_capture(status: dict, boundaries: tuple[int, ...], target: Target)
     for wrong, flag in (
         (
             status["radix_cache"],
-            "--disable-radix-cache: tokens from the prefix cache pass no layer, their rows are lost",
+            "--disable-radix-cache: tokens from the prefix cache pass no layer, "
+            "their rows are lost",
         ),
         (
             status["chunked_prefill"],
@@ -611,7 +674,8 @@ def check_for_capture(status: dict, boundaries: tuple[int, ...], target: Target)
         ),
         (
             status["overlap"],
-            "--disable-overlap-schedule: a batch's rows would be read while the next one is written",
+            "--disable-overlap-schedule: a batch's rows would be read while the next one "
+            "is written",
         ),
         (
             status["prefill_graph"],
@@ -656,7 +720,7 @@ def log_tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
 
 
 def shown(path: Path) -> str:
-    """A path as a message shows it: relative to the data folder where it can be."""
+    """Return a path as a message shows it: relative to the data folder where it can be."""
     try:
         return str(Path("data") / path.relative_to(data_dir()))
     except ValueError:

@@ -1,19 +1,28 @@
-"""Which server settings are worth keeping? `python -m eyas tune --profile P`: a bounded search; stopped or killed, the same command goes on.
+"""Search for server settings that are worth keeping: `python -m eyas tune --profile P`.
 
-From the profile's own settings on, one change at a time: a server with it and one without are measured in turns (A B, B A, ...), so that what else
-the machine does hits both. What is measured is what an extraction and a single reader wait for:
+The search is bounded in time. Stopped or killed, the same command continues it.
 
-    prefill   prompt tokens a second, every row captured and checked as in extraction, `concurrency` requests in flight
-    decode    tokens a second of one streamed request, from its first token to its last
+It starts from the profile's own settings and tries one change at a time. A server with the change
+and one without are measured in turns (A B, B A, ...), so that whatever else the machine does
+affects both. Two rates are measured:
 
-The ratio of a round is one draw; intervals are Student's for the mean of the rounds' logarithms. What decides:
+    prefill   prompt tokens per second, with every row captured and checked as in extraction and
+              `concurrency` requests in flight
+    decode    tokens per second of one streamed request, from its first token to its last
 
-    noise        first, two servers with the same settings: the far end of that interval is what the machine and a new start alone may do
-    kept         a change that gains more than the noise, interval above 1, in one of the two, and loses in neither (no interval below 1)
-    refused      a change that makes rows missing or different, or a server that fails; what decides the rows (dtype, boundaries, ...) can't be tried at all
-    confirmed    what was kept, together, against the profile in two new servers, by the same rule. Only this is reported: the trials chose, and the best of many looks too good
+The ratio of a round is one draw. Intervals are Student's, for the mean of the rounds' logarithms.
+What decides:
 
-"No setting helped" is an answer; a tuned profile is written only for a confirmed gain.
+    noise      first, two servers with the same settings: the far end of that interval is what the
+               machine and a new start alone may do
+    kept       a change that gains more than the noise (interval above 1) in one of the two, and
+               loses in neither (no interval below 1)
+    refused    a change that makes rows missing or different, or a server that fails. What decides
+               the rows (dtype, boundaries, ...) cannot be tried at all
+    confirmed  all kept changes together against the profile, in two new servers, by the same rule.
+               Only this is reported: the trials chose, and the best of many looks too good
+
+"No setting helped" is an answer. A tuned profile is written only for a confirmed gain.
 """
 
 import contextlib
@@ -23,11 +32,12 @@ import importlib.metadata
 import json
 import math
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -44,6 +54,7 @@ from eyas.intervals import LEVEL, interval_text
 from eyas.models.boundaries import boundaries_of
 from eyas.models.target import Target
 from eyas.parity.checks import FLOORS, distance
+from eyas.passthrough import add_to, read_variables
 from eyas.prompts.chat_template import Sample, encode
 from eyas.prompts.prompt_set import PromptSet, chosen
 from eyas.server.serve import LIMITS, Server, check_for_capture, server_up
@@ -53,24 +64,8 @@ LOOK_EARLY = 3  # rounds after which a change that loses is given up
 ASK_AGAIN = 5  # times, where the tokens of an answer came in one piece
 ROW_SAMPLES = 4  # whose rows are compared between settings
 QUANTILES = (0.5, 0.9)  # of the tokens of those
-TUNABLE = (
-    "max_prefill_tok",
-    "server_threads",
-    "omp_spin",
-    "huge_pages",
-    "stream_interval",
-    "concurrency",
-    "max_total_tok",
-    "mem_fraction_static",
-    "attention_backend",
-    "custom_all_reduce",
-    "nccl_proto",
-    "nccl_algo",
-    "nccl_min_channels",
-    "nccl_max_channels",
-    "nccl_nvls",
-    "decode_graph_batch",
-)
+TEXTS = ("server_args", "server_env")  # a change of these adds to what the text says already
+TUNABLE = ("max_prefill_tok", "concurrency", "max_total_tok", *TEXTS)
 SAME_SEARCH = (
     *TUNABLE,
     "device",
@@ -94,78 +89,108 @@ SAME_SEARCH = (
 
 
 def options(config: Config) -> list[tuple[str, object]]:
-    """The changes to try from these settings on, in order: those of tune_try, or those that matter on the device. EyasError: not a setting that can be tuned, a wrong value."""
-    if config.tune_try:
-        wanted = [
-            (name, value)
-            for part in config.tune_try.split()
-            for name, _, values in [part.partition(":")]
-            for value in values.split(",")
-        ]
-    elif config.device == "cpu":
-        cores = len(os.sched_getaffinity(0))
-        threads = [
-            n for n in (cores, max(1, cores // 2)) if n != (config.server_threads or config.threads)
-        ]
-        wanted = [
-            ("stream_interval", 8),
-            ("max_prefill_tok", 2048),
-            ("huge_pages", True),
-            ("concurrency", 2 * config.concurrency),
-            ("omp_spin", 3_000_000),
-            *(("server_threads", n) for n in threads),
-            ("omp_spin", 0),
-            ("concurrency", max(1, config.concurrency // 2)),
-            ("max_prefill_tok", 4096),
-        ]
-    else:
-        wanted = [
-            ("stream_interval", 8),
-            ("attention_backend", "flashinfer"),
-            ("attention_backend", "fa3"),
-            ("max_prefill_tok", 8192),
-            ("max_prefill_tok", 32768),
-            ("concurrency", 2 * config.concurrency),
-        ]
-        if config.tensor_parallel > 1:
-            wanted = [
-                ("nccl_nvls", True),
-                ("nccl_proto", "LL128"),
-                ("nccl_proto", "LL"),
-                ("nccl_algo", "Ring"),
-                ("nccl_algo", "Tree"),
-                ("nccl_min_channels", 16),
-                ("nccl_max_channels", 8),
-                ("custom_all_reduce", False),
-                *wanted,
-            ]
+    """Return the changes to try, in order: those of tune_try, or those that suit the device.
+
+    Raise EyasError for a setting that cannot be tuned, or a wrong value.
+    """
     found = []
-    for name, value in wanted:
+    for name, value in _named(config.tune_try) or _usual(config):
+        try:
+            changed = _with_change(config, {}, name, value)
+        except EyasError:
+            if config.tune_try:
+                raise
+            continue  # a usual one that this profile has no room for
+        change = (name, value if name in TEXTS else changed[name])
+        if change not in found:
+            found.append(change)
+    return found
+
+
+def _named(text: str) -> list[tuple[str, str]]:
+    """Return (setting, value) of tune_try. Values with spaces are quoted, as in a shell."""
+    example = "-p tune_try \"max_prefill_tok:2048,4096 server_args:'--stream-interval 8'\""
+    try:
+        parts = shlex.split(text)
+    except ValueError:
+        raise EyasError(f"tune_try = {text!r}", "closed quotation marks", example) from None
+    wanted = []
+    for part in parts:
+        name, _, values = part.partition(":")
         if name not in TUNABLE:
             raise EyasError(
                 f"tune_try names {name!r}",
                 f"settings that leave what is captured as it is: {', '.join(TUNABLE)}",
-                "-p tune_try 'max_prefill_tok:2048,4096 huge_pages:true'",
+                example,
             )
-        if value == "":
-            raise EyasError(
-                f"tune_try gives no value for {name}",
-                f"{name}:VALUE, or several with commas between",
-                "-p tune_try 'max_prefill_tok:2048,4096 huge_pages:true'",
-            )
-        try:
-            changed = Config.create(**{**config.__dict__, name: value})  # coerced and checked
-        except EyasError:
-            if config.tune_try:
-                raise
-            continue  # one of ours that this profile has no room for
-        if (name, getattr(changed, name)) not in found:
-            found.append((name, getattr(changed, name)))
-    return found
+        for value in values.split(","):
+            if value == "":
+                raise EyasError(
+                    f"tune_try gives no value for {name}",
+                    f"{name}:VALUE, or several with commas between",
+                    example,
+                )
+            wanted.append((name, value))
+    return wanted
+
+
+def _usual(config: Config) -> list[tuple[str, object]]:
+    """Return the changes that may matter on the device."""
+    if config.device == "cpu":
+        cores = len(os.sched_getaffinity(0))
+        own = read_variables(config.server_env).get("OMP_NUM_THREADS", str(config.threads))
+        threads = [n for n in (cores, max(1, cores // 2)) if str(n) != own]
+        return [
+            ("server_args", "--stream-interval 8"),  # fewer messages leave the cores to computing
+            ("max_prefill_tok", 2048),  # activations that stay in the caches
+            ("server_env", "THP_MEM_ALLOC_ENABLE=1"),  # pages of 2 MiB: fewer address look-ups
+            ("concurrency", 2 * config.concurrency),
+            ("server_env", "GOMP_SPINCOUNT=3000000"),  # idle threads wait awake and answer sooner
+            *(("server_env", f"OMP_NUM_THREADS={n}") for n in threads),
+            ("server_env", "GOMP_SPINCOUNT=0"),  # idle threads leave the cores to others
+            ("concurrency", max(1, config.concurrency // 2)),
+            ("max_prefill_tok", 4096),
+        ]
+    usual: list[tuple[str, object]] = [
+        ("server_args", "--stream-interval 8"),
+        ("server_args", "--attention-backend flashinfer"),
+        ("server_args", "--attention-backend fa3"),
+        ("max_prefill_tok", 8192),
+        ("max_prefill_tok", 32768),
+        ("concurrency", 2 * config.concurrency),
+    ]
+    if config.tensor_parallel > 1:  # how the GPUs add up their parts; docs/kimi-k2.5.md says more
+        usual = [
+            ("server_args", "--enable-nccl-nvls"),
+            ("server_env", "NCCL_PROTO=LL128"),
+            ("server_env", "NCCL_PROTO=LL"),
+            ("server_env", "NCCL_ALGO=Ring"),
+            ("server_env", "NCCL_ALGO=Tree"),
+            ("server_env", "NCCL_MIN_NCHANNELS=16"),
+            ("server_env", "NCCL_MAX_NCHANNELS=8"),
+            ("server_args", "--disable-custom-all-reduce"),
+            *usual,
+        ]
+    return usual
+
+
+def _with_change(config: Config, kept: dict, name: str, value: object) -> dict:
+    """Return the settings `kept` and this change, coerced and checked.
+
+    A flag or variable is added to those of the text; one that is there already is replaced.
+    """
+    if name in TEXTS:
+        Config.create(**{name: value})  # alone, so that a message names what was asked for
+        value = add_to(name, kept.get(name, getattr(config, name)), value)
+    changed = Config.create(**{**config.__dict__, **kept, name: value})
+    return kept | {name: getattr(changed, name)}
 
 
 def paired_ratio(first: list[float], second: list[float]) -> dict:
-    """Geometric mean of second / first over the rounds, with Student's interval (n - 1 degrees of freedom) of the mean of their logarithms."""
+    """Return the geometric mean of second / first over the rounds, with its interval.
+
+    The interval is Student's (n - 1 degrees of freedom), for the mean of the logarithms.
+    """
     from scipy.stats import t
 
     logs = np.log(second) - np.log(first)  # [rounds]
@@ -183,12 +208,15 @@ def paired_ratio(first: list[float], second: list[float]) -> dict:
 
 
 def noise_bound(ratio: dict) -> float:
-    """How far from 1 a ratio of equals may lie, as a factor above 1: the far end of its interval."""
+    """Return how far from 1 a ratio of equals may be: the far end of its interval, above 1."""
     return max(ratio["high"], 1 / ratio["low"])
 
 
 def verdict(ratios: dict[str, dict], noise: dict[str, float]) -> tuple[bool, str]:
-    """Is a change kept, and why (not). ratios: measure -> `paired_ratio`; noise: measure -> `noise_bound`."""
+    """Return whether a change is kept, and why.
+
+    ratios: measure -> `paired_ratio`; noise: measure -> `noise_bound`.
+    """
     lost = [m for m in MEASURES if ratios[m]["high"] < 1]
     won = [m for m in MEASURES if ratios[m]["low"] > 1 and ratios[m]["value"] > noise[m]]
     if lost:
@@ -198,7 +226,10 @@ def verdict(ratios: dict[str, dict], noise: dict[str, float]) -> tuple[bool, str
 
 @dataclass(frozen=True)
 class Rows:
-    """Captured rows of a few samples under some settings, and how far another batch alone moves them: floor[q], a quantile over tokens."""
+    """Hold captured rows of a few samples under some settings.
+
+    `floor` says how far another batch alone moves the rows: a value per quantile over tokens.
+    """
 
     states: list[dict[int, torch.Tensor]]  # of each sample, boundary -> [T, H]
     floor: tuple[float, ...]
@@ -207,7 +238,10 @@ class Rows:
 def moved(
     states: list[dict[int, torch.Tensor]], others: list[dict[int, torch.Tensor]]
 ) -> tuple[float, ...]:
-    """The quantiles of the distance (`eyas.parity.certify`) between rows of the same tokens: the worst boundary counts."""
+    """Return quantiles of the distance (`eyas.parity.checks`) between rows of the same tokens.
+
+    The worst boundary counts.
+    """
     by_boundary = [
         torch.cat([distance(a[b], o[b]) for a, o in zip(states, others, strict=True)])
         for b in states[0]
@@ -219,15 +253,17 @@ def moved(
 
 
 class Bench:
-    """At most two servers, tied to this process, and what they are measured with. `side` 0 or 1 says which; a side keeps its server while its settings stay."""
+    """Run at most two servers, tied to this process, and measure them.
+
+    `side` 0 or 1 says which. A side keeps its server while its settings stay.
+    """
 
     def __init__(self, config: Config, target: Target, samples: list[Sample]):
         self.config, self.target, self.samples = config, target, samples
         self.boundaries = boundaries_of(config, target.n_blocks).stored
         self.up: dict[int, tuple[Config, Server]] = {}
-        self.pool = ThreadPoolExecutor(
-            1
-        )  # its thread lives as long as the bench: a tied server dies with the thread that started it
+        # A tied server dies with the thread that started it; this one lives as long as the bench.
+        self.pool = ThreadPoolExecutor(1)
         self.starting: Future | None = None
 
     def side_config(self, side: int, config: Config) -> Config:
@@ -240,7 +276,10 @@ class Bench:
         )
 
     def server(self, side: int, config: Config) -> Server:
-        """The server of this side with these settings, started where it isn't up; fit for capture, and warm. EyasError: it failed, or would lose rows."""
+        """Return the server of this side with these settings, fit for capture and warm.
+
+        It is started where it is not up. Raise EyasError where it failed, or would lose rows.
+        """
         if side in self.up and self.up[side][0] == config and self.alive(side):
             return self.up[side][1]
         for other in (side,) if self.config.tune_together else (0, 1):
@@ -253,18 +292,21 @@ class Bench:
         return server
 
     def ahead(self, side: int, config: Config) -> None:
-        """Begin to start the server of this side while the other one is started or asked, where both may be up; `ready` waits for it."""
+        """Start the server of this side in the background, where both may be up.
+
+        `ready` waits for it.
+        """
         self.starting = (
             self.pool.submit(self.server, side, config) if self.config.tune_together else None
         )
 
     def ready(self) -> None:
-        """EyasError: the server that was begun failed."""
+        """Wait for the server that `ahead` starts. Raise EyasError where it failed."""
         if self.starting is not None:
             self.starting.result()
 
     def alive(self, side: int) -> bool:
-        """False: the server of this side has died."""
+        """Return False where the server of this side has died."""
         return side not in self.up or self.up[side][1].process() is not None
 
     def down(self, side: int) -> None:
@@ -279,7 +321,10 @@ class Bench:
             shutil.rmtree(self.side_config(side, self.config).run_dir, ignore_errors=True)
 
     def prefill(self, server: Server, config: Config, samples: list[Sample]) -> float:
-        """Prompt tokens a second, captured. SampleError: rows are missing or not finite."""
+        """Return prompt tokens per second, with capture.
+
+        Raise SampleError where rows are missing or not finite.
+        """
         with (
             httpx.Client(
                 base_url=server.url, timeout=config.request_timeout_s, limits=LIMITS
@@ -294,17 +339,22 @@ class Bench:
             return sum(len(s.input_ids) for s in samples) / (time.perf_counter() - started_s)
 
     def decode(self, server: Server) -> float:
-        """Tokens a second of one request, its first token (prefill) left out. On a busy machine a few quick tokens may come in one piece, which says nothing: asked again."""
+        """Return tokens per second of one request, without its first token (prefill).
+
+        On a busy machine a few quick tokens may come in one piece, which says nothing. Then the
+        request is repeated.
+        """
         for _ in range(ASK_AGAIN):
             seen = self._stream(server)
             if len(seen) > 1:
                 return (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
         raise SampleError(
-            f"all {self.config.tune_new_tok} tokens came in one piece, {ASK_AGAIN} times; raise tune_new_tok"
+            f"all {self.config.tune_new_tok} tokens came in one piece, {ASK_AGAIN} times; "
+            "raise tune_new_tok"
         )
 
     def _stream(self, server: Server) -> list[tuple[float, int]]:
-        """(seconds, tokens so far) of each piece of a streamed answer."""
+        """Return (seconds, tokens so far) of each piece of a streamed answer."""
         body = {
             "input_ids": self.samples[0].input_ids[:32].tolist(),
             "stream": True,
@@ -350,7 +400,7 @@ class Bench:
 
 
 class Search:
-    """One search: its records on disk, each made once, and the bench that makes those that are missing."""
+    """Run one search. Each record is made once and kept on disk; the bench makes the others."""
 
     def __init__(self, config: Config, target: Target, samples: list[Sample]):
         self.config, self.folder = config, config.tune_dir
@@ -365,7 +415,10 @@ class Search:
     def trial(
         self, kind: str, kept: dict, tried: dict, noise: dict[str, float] | None = None
     ) -> dict:
-        """The record of `tried` against `kept` (settings that differ from the profile's), read or made. A trial that was cut short is made again."""
+        """Return the record of `tried` against `kept`, read from disk or made.
+
+        Both are settings that differ from the profile's. A trial that was cut short is repeated.
+        """
         path = self.known(kind, kept, tried)
         if path.is_file():
             with contextlib.suppress(ValueError):
@@ -392,10 +445,8 @@ class Search:
                 self.bench.ready()
                 measured, rows = self._measure(first, second, reference, early=kind == "change")
             except (SampleError, EyasError) as error:
-                if kind != "change" or not self.bench.alive(
-                    self.side
-                ):  # then the fault isn't the change's
-                    raise
+                if kind != "change" or not self.bench.alive(self.side):
+                    raise  # the fault is not the change's
                 self.bench.down(1 - self.side)
                 record |= {"state": "refused", "reason": getattr(error, "found", str(error))[:2000]}
             else:
@@ -429,7 +480,10 @@ class Search:
     def _measure(
         self, first: Config, second: Config, reference: Rows, early: bool
     ) -> tuple[dict, dict]:
-        """measure -> (rates of the first, of the second), a number a round, and how far the second's rows are from the first's. SampleError where they differ."""
+        """Return measure -> (rates of the first, of the second), and how far apart their rows are.
+
+        There is one rate per round. Raise SampleError where the rows differ.
+        """
         bench, rates, rows = self.bench, {m: ([], []) for m in MEASURES}, None
         for n in range(self.config.tune_rounds):
             for which in (0, 1) if n % 2 == 0 else (1, 0):
@@ -448,34 +502,30 @@ class Search:
         return rates, rows
 
     def walk(self) -> tuple[dict, dict[str, float], str]:
-        """(what was kept, noise bounds, why it ended). Passes over the options until one keeps nothing, or time or trials are spent."""
+        """Return what was kept, the noise bounds and why the search ended.
+
+        It passes over the options until a pass keeps nothing, or the time is spent.
+        """
         config = self.config
         first = self.trial("noise", {}, {})
         print(line(first), flush=True)
         noise, kept = {m: noise_bound(first[m]["ratio"]) for m in MEASURES}, {}
         walked = set()  # what was tried over what, in an earlier pass
-        been = [
-            {}
-        ]  # never back to what was left for something better: two settings that only noise tells apart would go round for ever
+        # Never back to what was left for something better: two settings that only noise tells
+        # apart would alternate for ever.
+        been = [{}]
         while True:
             before = dict(kept)
             for name, value in options(config):
-                tried = _without_defaults(config, kept | {name: value})
+                tried = _without_defaults(config, _with_change(config, kept, name, value))
                 path = self.known("change", kept, tried)
                 if tried in been or path in walked:
                     continue
                 walked.add(path)
                 if not path.is_file():  # one that was made costs nothing
-                    changes = [r for r in self.records if r["kind"] == "change"]
-                    spent, longest = (
-                        sum(r["seconds"] for r in self.records),
-                        max(r["seconds"] for r in self.records),
-                    )
-                    if len(changes) >= config.tune_trials:
-                        return kept, noise, f"{config.tune_trials} trials made (tune_trials)"
-                    if (
-                        spent + longest * (2 if kept else 1) > 60 * config.tune_minutes
-                    ):  # the next one, and the confirmation
+                    seconds = [r["seconds"] for r in self.records]
+                    to_come = 2 if kept else 1  # the next one, and the confirmation
+                    if sum(seconds) + max(seconds) * to_come > 60 * config.tune_minutes:
                         return kept, noise, f"{config.tune_minutes:g} minutes spent (tune_minutes)"
                 record = self.trial("change", kept, tried, noise)
                 print(line(record), flush=True)
@@ -487,27 +537,30 @@ class Search:
 
 
 def _check_rows(reference: Rows, found: Rows, config: Config) -> dict:
-    """How far rows under other settings are from the reference's. SampleError where that is more than FLOORS times what another batch alone does (at least a step of the format)."""
+    """Return how far rows under other settings are from the reference's.
+
+    Raise SampleError where that is more than FLOORS times what another batch alone does (at least
+    one step of the format).
+    """
     step = torch.finfo(getattr(torch, config.dtype)).eps
-    distances, limits = (
-        moved(found.states, reference.states),
-        tuple(FLOORS * max(floor, step) for floor in reference.floor),
-    )
+    distances = moved(found.states, reference.states)
+    limits = tuple(FLOORS * max(floor, step) for floor in reference.floor)
     if any(not d <= limit for d, limit in zip(distances, limits)):
         raise SampleError(
-            f"captured rows differ: distance {distances[0]:.4f} (median), {distances[1]:.4f} (90 % of tokens), where another batch allows {limits[0]:.4f}, {limits[1]:.4f}"
+            f"captured rows differ: distance {distances[0]:.4f} (median), {distances[1]:.4f} "
+            f"(90 % of tokens), where another batch allows {limits[0]:.4f}, {limits[1]:.4f}"
         )
     return {"distance": distances, "limit": limits}
 
 
 def _without_defaults(config: Config, changes: dict) -> dict:
-    """Changes that are any."""
+    """Return the changes that differ from the profile."""
     return {name: value for name, value in changes.items() if value != getattr(config, name)}
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Nobody else writes to this search meanwhile."""
+    """Keep other processes from writing to this search."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as lock:
         try:
@@ -522,9 +575,11 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def tune(config: Config, target: Target, prompts: PromptSet) -> dict:
-    """Search, confirm, write result.json and, for a confirmed gain, tuned.yaml into the run's tune folder; the result.
+    """Search, confirm, and return the result.
 
-    EyasError: the profile's own server fails, the search in that folder was begun with other settings, it is going on elsewhere.
+    result.json and, for a confirmed gain, tuned.yaml are written into the run's tune folder.
+    Raise EyasError where the profile's own server fails, the search in that folder was begun with
+    other settings, or it is running elsewhere.
     """
     if config.server_url:
         raise EyasError(
@@ -532,7 +587,7 @@ def tune(config: Config, target: Target, prompts: PromptSet) -> dict:
             "an empty one: tuning starts servers of its own",
             "-p server_url ''",
         )
-    options(config)  # what is wrong with them is said before a server starts
+    options(config)  # raises before a server starts
     tokenizer = target.tokenizer()
     samples = [
         encode(c, tokenizer, config.max_length)
@@ -605,7 +660,7 @@ def _result(
             "noise": noise[m],
             "drift": float(np.median(last[m]["kept"]) / np.median(first[m]["kept"]))
             if last
-            else None,  # of the profile's own settings, from begin to end
+            else None,  # of the profile's own settings, from start to end
         }
         for m in MEASURES
     }
@@ -625,17 +680,17 @@ def _result(
 
 
 def profile_text(config: Config, result: dict) -> str:
-    """A profile with the settings that helped: a YAML file that --profile takes, what was measured on top."""
+    """Return a profile with the settings that helped, and what was measured in its head."""
+    changed = config.changed | result["kept"]
     values = {
-        f.name: getattr(config, f.name)
-        for f in fields(config)
-        if getattr(config, f.name) != f.default and not f.name.startswith("tune_")
-    } | result["kept"]
-    values = {
-        name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in changed.items()
+        if not name.startswith("tune_")
     }
     head = [
-        f"# Run {config.run_name} with the server settings that `python -m eyas tune` kept, measured on {result['cores']} CPU cores, device {result['device']}, SGLang {result['sglang']}:",
+        f"# Run {config.run_name} with the server settings that `python -m eyas tune` kept, "
+        f"measured on {result['cores']} CPU cores, device {result['device']}, "
+        f"SGLang {result['sglang']}:",
         *(f"# {sentence}" for sentence in _gains(result)),
         "# Changed: "
         + ", ".join(
@@ -647,7 +702,7 @@ def profile_text(config: Config, result: dict) -> str:
 
 
 def find_result(config: Config) -> dict | None:
-    """The result of this run's search; None where there is none, or it was altered."""
+    """Return the result of this run's search; None where there is none, or it was altered."""
     try:
         result = read_json(config.tune_dir / "result.json")
     except (OSError, ValueError):
@@ -656,7 +711,7 @@ def find_result(config: Config) -> dict | None:
 
 
 def line(record: dict) -> str:
-    """One trial, in a line."""
+    """Return one trial in a line."""
     ratios = "".join(f" {m} {interval_text(record[m]['ratio'])}," for m in MEASURES if m in record)
     return (
         f"{trial_name(record)}:{ratios}"
@@ -667,13 +722,13 @@ def line(record: dict) -> str:
 
 
 def why(record: dict) -> str:
-    """The reason in a line: of a server's log, its last one."""
+    """Return the reason in a line: of a server's log, its last line."""
     lines = [text.strip() for text in record["reason"].splitlines() if text.strip()]
     return "".join(lines) if len(lines) < 2 else f"{lines[0].rstrip(':')} ... {lines[-1][:160]}"
 
 
 def trial_name(record: dict) -> str:
-    """What a trial changed over what was kept before it."""
+    """Return what a trial changed over what was kept before it."""
     if record["kind"] != "change":
         return (
             "the same settings twice"
@@ -697,14 +752,15 @@ def _gains(result: dict) -> list[str]:
         gain = (
             f"{r['baseline']:,.1f} tok/s"
             if r["ratio"] is None
-            else f"{r['baseline']:,.1f} -> {r['tuned']:,.1f} tok/s, ratio {interval_text(r['ratio'])}"
+            else f"{r['baseline']:,.1f} -> {r['tuned']:,.1f} tok/s, "
+            f"ratio {interval_text(r['ratio'])}"
         )
         lines.append(f"{m}: {gain}; equals differ by up to a factor of {r['noise']:.3f}{drift}")
     return lines
 
 
 def summary(result: dict) -> str:
-    """The answer, for a terminal and for the notebook."""
+    """Return the answer, for a terminal and for the notebook."""
     tried = [r for r in result["trials"] if r["kind"] == "change"]
     refused = sum(r["state"] == "refused" for r in tried)
     answer = (
@@ -719,28 +775,33 @@ def summary(result: dict) -> str:
     more = (
         ""
         if result["ended"] == "everything tried"
-        else "; the same command with more of them goes on"
+        else "; the same command with more minutes continues"
     )
     return "\n".join(
         [
-            f"{answer} {len(tried)} changes tried{f', {refused} refused' if refused else ''}, {result['seconds'] / 60:.1f} minutes; ended: {result['ended']}{more}.",
+            f"{answer} {len(tried)} changes tried{f', {refused} refused' if refused else ''}, "
+            f"{result['seconds'] / 60:.1f} minutes; ended: {result['ended']}{more}.",
             *_gains(result),
         ]
     )
 
 
 def how_to_tune(config: Config) -> str:
-    """Where no result is: the one line that says how to get one."""
-    return f"Run {config.run_name} has no tuned settings: python -m eyas tune searches for some within {config.tune_minutes:g} minutes (-p tune_minutes N for more); nothing else needs it."
+    """Return the line that says how to get a result."""
+    return (
+        f"Run {config.run_name} has no tuned settings: python -m eyas tune searches for some "
+        f"within {config.tune_minutes:g} minutes (-p tune_minutes N for more); "
+        "nothing else needs it."
+    )
 
 
 def tuned_profile(config: Config) -> str:
-    """tuned.yaml as a command takes it."""
+    """Return the path of tuned.yaml as a command takes it."""
     return os.path.relpath(config.tune_dir / "tuned.yaml")
 
 
 def gains_table(result: dict) -> pd.DataFrame:
-    """Baseline against tuned, a row for each measure."""
+    """Return baseline against tuned, a row for each measure."""
     rows = [
         {
             "measure": m,
@@ -756,7 +817,10 @@ def gains_table(result: dict) -> pd.DataFrame:
 
 
 def trials_table(result: dict) -> pd.DataFrame:
-    """Every trial: what was changed over what had been kept, the two ratios as intervals (None where it was refused), and what became of it."""
+    """Return every trial: its change, the two ratios as intervals, and its outcome.
+
+    A change is over what had been kept. The ratios of a refused trial are None.
+    """
     return pd.DataFrame(
         [
             {
