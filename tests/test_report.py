@@ -555,8 +555,8 @@ def test_what_is_reached(tmp_path, monkeypatch):
     assert (
         changed(
             "config",
-            "epochs: float = _doc(",
-            "epoch: float = _doc(",
+            "epochs: Float = Field(2.0, ",
+            "epochs: Float = Field(3.0, ",
             cells=["from eyas.config import Config; Config.create()"],
         )
         == set()
