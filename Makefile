@@ -8,14 +8,15 @@ P = demo
 # Notebooks run on the venv's own kernel, whatever lies in the user's home.
 export JUPYTER_PREFER_ENV_PATH = 1
 
-.PHONY: help demo report lint test test-slow lab doctor clean
+.PHONY: help demo report lint test test-unit test-slow lab doctor clean
 
 help:
 	@echo "make demo            the whole road at demo size; opens with reports/index.html (20 minutes on 2 cores, set-up included)"
 	@echo "make report P=smoke  the same with another profile of notebooks/profiles; what is up to date is not run again (A=--all, A='--from 04': it is)"
-	@echo "make lint            style and imports: the first part of make test"
-	@echo "make test            all tests, a real server among them"
-	@echo "make test-slow       the whole crash matrix, with real servers that are killed (15 minutes)"
+	@echo "make lint            style and imports, the first part of make test (10 seconds)"
+	@echo "make test            what every change has to pass, with real servers and kernels (15 minutes on 2 cores, set-up included)"
+	@echo "make test-unit       the part of it without server, kernel or Ray (3 minutes)"
+	@echo "make test-slow       the rest: SmolLM2 through all notebooks, more target families, killed servers (25 minutes)"
 	@echo "make lab             JupyterLab on the notebooks"
 	@echo "make doctor          is everything here, and what to do where it is not"
 	@echo "make clean           remove .venv and caches; data/ and reports/ stay"
@@ -26,18 +27,23 @@ demo: .venv/.ready
 report: .venv/.ready
 	.venv/bin/python -m eyas report --profile $(P) $(A)
 
+# Two processes of tests; each file in one of them. The tiers are marks: CONTRIBUTING.md.
+TESTS = .venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
 test: .venv/.ready lint
-	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(TESTS)
+
+test-unit: .venv/.ready
+	$(TESTS) -m "not slow and not server and not kernel"
+
+test-slow: .venv/.ready
+	$(TESTS) -m slow
 
 # Through python, not by the scripts of .venv/bin: these name the folder that .venv was made in.
 lint: .venv/.ready
 	.venv/bin/python -m ruff check
 	.venv/bin/python -m ruff format --check
 	.venv/bin/python -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
-
-test-slow: .venv/.ready
-	.venv/bin/python -m pytest -m slow
-	.venv/bin/python -m pytest tests/test_crashes.py tests/test_store.py
 
 lab: .venv/.ready
 	.venv/bin/python -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks

@@ -1,10 +1,15 @@
-"""What the choices are worth that the field disputes, each changed alone against one base: `.venv/bin/python benchmarks/ablations.py --out FOLDER`
+"""What the choices are worth that the field disputes, each changed alone against one base:
+`.venv/bin/python benchmarks/ablations.py --out FOLDER`
 
-Half an hour on 2 cores, nothing else running, from the store of `make report P=reference`. Every variant is a change of a few settings; all train on the same samples (about
-30,000 response tokens, once), in the same order for the same seed, and are judged by the same offline walk over all held-out samples of the store, so that differences are
-paired. A variant that changes the size of the gradient may want another learning rate: it has one at half or twice the rate beside it, and the better one counts.
+Half an hour on 2 cores, nothing else running, from the store of `make report P=reference`. Every
+variant is a change of a few settings; all train on the same samples (about 30,000 response tokens,
+once), in the same order for the same seed, and are judged by the same offline walk over all
+held-out samples of the store, so that differences are paired. A variant that changes the size of
+the gradient may want another learning rate: it has one at half or twice the rate beside it, and the
+better one counts.
 
-FOLDER holds one file of counts for each (variant, seed); what is there is not trained again. At the end `reports/ablations.json` is written, which notebook 04 shows.
+FOLDER holds one file of counts for each (variant, seed); what is there is not trained again. At the
+end `reports/ablations.json` is written, which notebook 04 shows.
 """
 
 import argparse
@@ -69,7 +74,9 @@ VARIANTS = {  # question -> variant -> settings; a list: each is tried, the best
 }
 ONE_SEED = ("all, 49,152",)  # three times as slow
 BASE = "the base"
-BASE_SETTINGS = {  # plain EAGLE-3 as the papers have it, small, for many trainings on little text; the defaults of Config were chosen from what came out
+# plain EAGLE-3 as the papers have it, small, for many trainings on little text; the defaults of
+# Config were chosen from what came out
+BASE_SETTINGS = {
     "draft_vocab_size": 4096,
     "batch_tok": 512,
     "learning_rate": 2.0e-3,
@@ -169,15 +176,20 @@ def main() -> None:
     }
     write_json(ROOT / "reports" / "ablations.json", record)
     print(
-        f"{record['samples']} samples, {record['response_tok']:,} response tokens, {record['heldout_samples']} held-out samples, walk of {DRAFT_LENGTH} drafts, {args.seeds} seeds\n"
+        f"{record['samples']} samples, {record['response_tok']:,} response tokens, "
+        f"{record['heldout_samples']} held-out samples, walk of {DRAFT_LENGTH} drafts, "
+        f"{args.seeds} seeds\n"
     )
     print(
-        "| question | variant | settings | acceptance length | by seed | against the base |\n|---|---|---|---|---|---|"
+        "| question | variant | settings | acceptance length | by seed | against the base "
+        "|\n|---|---|---|---|---|---|"
     )
     for row in rows:
         difference = interval_text(row["difference"]) if row["difference"] else ""
         print(
-            f"| {row['question']} | {row['variant']} | {', '.join(f'{k} {v}' for k, v in row['settings'].items())} | {interval_text(row['acceptance_length'])} | "
+            f"| {row['question']} | {row['variant']} | "
+            f"{', '.join(f'{k} {v}' for k, v in row['settings'].items())} | "
+            f"{interval_text(row['acceptance_length'])} | "
             f"{', '.join(f'{value:.3f}' for value in row['by_seed'])} | {difference} |"
         )
 
@@ -191,7 +203,9 @@ def prepare(values: dict, settings: dict) -> tuple[Config, Ablation]:
 
 
 def result(out: Path, values: dict, settings: dict, seed: int, ids: list[str]) -> pd.DataFrame:
-    """Counts of the walk, one row a held-out sample: from its file, or by training in a data folder that is thrown away."""
+    """Counts of the walk, one row a held-out sample: from its file, or by training in a data folder
+    that is thrown away.
+    """
     config, ablation = prepare(
         values | {"epochs": 1.0, "seed": seed, "without_parity": True}, settings
     )
@@ -225,7 +239,10 @@ def result(out: Path, values: dict, settings: dict, seed: int, ids: list[str]) -
     counts = walk(drafter, store, heldout, DRAFT_LENGTH)
     write_json(path, described | {"train_s": train_s, "counts": counts.to_dict("list")})
     print(
-        f"{settings or BASE}, seed {seed}: {length(counts):.3f}; {train_s:.0f} s and {time.perf_counter() - started_s - train_s:.0f} s",
+        (
+            f"{settings or BASE}, seed {seed}: {length(counts):.3f}; {train_s:.0f} s and "
+            f"{time.perf_counter() - started_s - train_s:.0f} s"
+        ),
         flush=True,
     )
     return counts

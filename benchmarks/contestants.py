@@ -1,7 +1,10 @@
-"""What trainer.py and quality.py share: equal data for every trainer, and a process for each of them that takes steps on command.
+"""What trainer.py and quality.py share: equal data for every trainer, and a process for each of
+them that takes steps on command.
 
-`python benchmarks/contestants.py JOB.json` is our own process; the peers' is peers.py, run by the Python that EYAS_PEER_SPECFORGE or EYAS_PEER_SPECULATORS names
-(one of an environment that has specforge 0.2.0 or speculators 0.9.0, see tests/test_formats.py). A peer without its variable is left out, and said to be.
+`python benchmarks/contestants.py JOB.json` is our own process; the peers' is peers.py, run by the
+Python that EYAS_PEER_SPECFORGE or EYAS_PEER_SPECULATORS names
+(one of an environment that has specforge 0.2.0 or speculators 0.9.0, see tests/test_formats.py). A
+peer without its variable is left out, and said to be.
 """
 
 import argparse
@@ -38,7 +41,9 @@ PEERS = {  # name -> variable, what pip installs
     ),
     "speculators": ("EYAS_PEER_SPECULATORS", "speculators==0.9.0"),
 }
-DEFAULTS = {  # options of peers.py; heap: the allocator keeps what is freed, which saves a CPU the page faults of large temporary tensors
+# options of peers.py; heap: the allocator keeps what is freed, which saves a CPU the page faults of
+# large temporary tensors
+DEFAULTS = {
     "ours": {"heap": False},
     "specforge": {
         "heap": True,
@@ -96,7 +101,9 @@ def part(store: Store, ids: list[str]) -> Store:
 
 
 def choose(store: Store, column: str, tok: int, seed: int = 0) -> list[str]:
-    """Training samples in random order until their `column` ("length" or "loss_tok") adds up to `tok`; all of them if it never does."""
+    """Training samples in random order until their `column` ("length" or "loss_tok") adds up to
+    `tok`; all of them if it never does.
+    """
     rows = store.index[
         (store.index["state"] == "extracted")
         & (store.index["split"] == "train")
@@ -117,13 +124,17 @@ def available(kinds: list[str]) -> list[str]:
     for kind in kinds:
         if kind in PEERS and not os.environ.get(PEERS[kind][0]):
             print(
-                f"{kind} is left out: {PEERS[kind][0]} names no Python; python3.11 -m venv PEER && PEER/bin/pip install {PEERS[kind][1]}; {PEERS[kind][0]}=PEER/bin/python"
+                f"{kind} is left out: {PEERS[kind][0]} names no Python; python3.11 -m "
+                f"venv PEER && PEER/bin/pip install {PEERS[kind][1]}; "
+                f"{PEERS[kind][0]}=PEER/bin/python"
             )
     return [kind for kind in kinds if kind not in PEERS or os.environ.get(PEERS[kind][0])]
 
 
 class Data:
-    """A part of a store for all trainers: ours reads the store, the peers read files that `export_store` wrote of it into `folder`."""
+    """A part of a store for all trainers: ours reads the store, the peers read files that
+    `export_store` wrote of it into `folder`.
+    """
 
     def __init__(
         self,
@@ -184,7 +195,10 @@ class Data:
 
 
 class Contestant:
-    """A process that trains on command. Its standard error goes to a file, whose end is shown when it dies."""
+    """A process that trains on command.
+
+    Its standard error goes to a file, whose end is shown when it dies.
+    """
 
     def __init__(
         self, data: Data, kind: str, dtype: str, learning_rate: float, seed: int = 0, **options
@@ -301,7 +315,9 @@ def main() -> None:
 
 
 def team_peak_bytes() -> int:
-    """This process's largest resident set, and of each process that shares its steps the largest too, without the pages that others have mapped as well. Their peaks may be at different moments."""
+    """This process's largest resident set, and of each process that shares its steps the largest
+    too, without the pages that others have mapped as well. Their peaks may be at different moments.
+    """
     total = memory_bytes("VmHWM")
     for pid in Path("/proc/self/task", str(os.getpid()), "children").read_text().split():
         rollup = Path("/proc", pid, "smaps_rollup").read_text()
@@ -329,7 +345,9 @@ class Profile:
 
 
 class Flops:
-    """Floating-point operations of the matrix products, forward and backward, in the first process; `found` ends it."""
+    """Floating-point operations of the matrix products, forward and backward, in the first process;
+    `found` ends it.
+    """
 
     def __init__(self):
         from torch.utils.flop_counter import FlopCounterMode
@@ -350,7 +368,10 @@ class Flops:
 def attention_flops(
     query, key, value, dropout_p=0.0, is_causal=False, *, out_val=None, **more
 ) -> int:
-    """Two products over all pairs of a query and a key, half of them where causal. Arguments are shapes [batch, heads, tokens, head_dim]."""
+    """Two products over all pairs of a query and a key, half of them where causal.
+
+    Arguments are shapes [batch, heads, tokens, head_dim].
+    """
     return (
         2
         * query[0]

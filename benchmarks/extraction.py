@@ -1,12 +1,15 @@
-"""What extraction costs, as ratios measured side by side: `.venv/bin/python benchmarks/extraction.py` (about 10 minutes on 2 cores, nothing else running).
+"""What extraction costs, as ratios measured side by side: `.venv/bin/python
+benchmarks/extraction.py` (about 10 minutes on 2 cores, nothing else running).
 
-1. the same server without and with capture, in interleaved rounds: prompt tokens per second, and their ratio with its interval over rounds;
-2. writing a store against writing the same bytes to one file, both with fsync;
-3. the stock way, hidden states as JSON in the answer, of one boundary where ours stores all that were asked for;
-4. peak memory of client and server, for a few samples and for four times as many.
+1. the same server without and with capture, in interleaved rounds: prompt tokens per second, and
+their ratio with its interval over rounds; 2. writing a store against writing the same bytes to one
+file, both with fsync; 3. the stock way, hidden states as JSON in the answer, of one boundary where
+ours stores all that were asked for; 4. peak memory of client and server, for a few samples and for
+four times as many.
 
-1, 3 and 4 for the embedded target, whose prefill takes nearly all the time on a CPU, and for a small random one (4 blocks of 1,024), whose prefill takes little:
-that is nearer to a GPU's case, and what capture costs shows there.
+1, 3 and 4 for the embedded target, whose prefill takes nearly all the time on a CPU, and for a
+small random one (4 blocks of 1,024), whose prefill takes little: that is nearer to a GPU's case,
+and what capture costs shows there.
 """
 
 import argparse
@@ -57,7 +60,8 @@ def main() -> None:
         for target, boundaries in ((embedded, ()), (load_target(str(small)), (1, 2))):
             config = dataclasses.replace(config, target=str(target.folder), boundaries=boundaries)
             print(
-                f"-- {target.n_blocks} blocks of {target.hidden_size}, boundaries {list(boundaries_of(config, target.n_blocks).stored)}"
+                f"-- {target.n_blocks} blocks of {target.hidden_size}, boundaries "
+                f"{list(boundaries_of(config, target.n_blocks).stored)}"
             )
             with start(config, target, Path(folder)) as server:
                 serving(target, config, server, args.rounds, args.samples)
@@ -131,19 +135,25 @@ def serving(target, config: Config, server: Server, rounds: int, n_samples: int)
             rates[name].append(measure())
     ratio = interval_text(ratio_interval(rates["captured"], rates["plain"], 0).as_dict())
     print(
-        f"prefill: {np.median(rates['plain']):,.0f} tok/s plain, {np.median(rates['captured']):,.0f} tok/s into a store; ratio {ratio} over {rounds} rounds"
+        f"prefill: {np.median(rates['plain']):,.0f} tok/s plain, "
+        f"{np.median(rates['captured']):,.0f} tok/s into a store; ratio {ratio} over "
+        f"{rounds} rounds"
     )
     few = samples[: n_samples // 4]
     triples = [(stock(few), captured(), plain()) for _ in range(3)]
     ours, theirs = (np.median([1 / t[i] - 1 / t[2] for t in triples]) for i in (1, 0))
     print(
-        f"JSON in the answer, one boundary: {np.median([t[0] for t in triples]):,.0f} tok/s; ours, {len(manifest['boundaries'])} boundaries: "
-        f"{np.median([t[1] / t[0] for t in triples]):.1f} times as fast; on top of prefill {1e6 * theirs:,.0f} and {1e6 * ours:,.0f} microseconds a token"
+        f"JSON in the answer, one boundary: {np.median([t[0] for t in triples]):,.0f} "
+        f"tok/s; ours, {len(manifest['boundaries'])} boundaries: "
+        f"{np.median([t[1] / t[0] for t in triples]):.1f} times as fast; on top of "
+        f"prefill {1e6 * theirs:,.0f} and {1e6 * ours:,.0f} microseconds a token"
     )
     for times in (1, 4):
         captured(times)
         print(
-            f"peak memory after {times * n_samples} more samples: client {bytes_text(peak(os.getpid()))}, server's scheduler {bytes_text(max(peak(p.pid) for p in server.process().children(recursive=True)))}"
+            f"peak memory after {times * n_samples} more samples: client "
+            f"{bytes_text(peak(os.getpid()))}, server's scheduler "
+            f"{bytes_text(max(peak(p.pid) for p in server.process().children(recursive=True)))}"
         )
 
 
@@ -212,7 +222,8 @@ def writing(target, config: Config, folder: Path, rounds: int, mib: int) -> None
                 rates[name].append(measure(Path(place) / "x"))
     ratio = interval_text(ratio_interval(rates["store"], rates["plain"], 0).as_dict())
     print(
-        f"writing {mib} MiB with fsync: {bytes_text(int(np.median(rates['plain'])))}/s plain, {bytes_text(int(np.median(rates['store'])))}/s as a store; "
+        f"writing {mib} MiB with fsync: {bytes_text(int(np.median(rates['plain'])))}/s "
+        f"plain, {bytes_text(int(np.median(rates['store'])))}/s as a store; "
         f"ratio {ratio} over {rounds} rounds"
     )
 

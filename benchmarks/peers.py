@@ -1,11 +1,16 @@
-"""The peers' own training steps on a CPU, in a process of their own: `PEER/bin/python benchmarks/peers.py JOB.json` (by contestants.py, which writes the job).
+"""The peers' own training steps on a CPU, in a process of their own: `PEER/bin/python
+benchmarks/peers.py JOB.json` (by contestants.py, which writes the job).
 
-Run by the interpreter of an environment that has the peer, so nothing of Eyas is imported here. What is theirs: reader, collator, model, loss, optimiser,
-schedule, gradient clipping. What is not: their `Trainer` classes move everything to a GPU, so the loop around the step is written again below, line by line as
-theirs is; SpecForge's Triton loss is replaced by the function beside it in the same file that it is tested against; speculators runs its eager loss.
+Run by the interpreter of an environment that has the peer, so nothing of Eyas is imported here.
+What is theirs: reader, collator, model, loss, optimiser, schedule, gradient clipping. What is not:
+their `Trainer` classes move everything to a GPU, so the loop around the step is written again
+below, line by line as theirs is; SpecForge's Triton loss is replaced by the function beside it in
+the same file that it is tested against; speculators runs its eager loss.
 
-Commands come as JSON lines on stdin and are answered on stdout, so that the contestants of a benchmark can take turns: {"steps": n} takes the next n optimiser
-steps, {"memory": true} says the peak, {"save": path, "row": i} writes the weights and, for the check of a conversion, the logits of all draft steps on sample i.
+Commands come as JSON lines on stdin and are answered on stdout, so that the contestants of a
+benchmark can take turns: {"steps": n} takes the next n optimiser steps, {"memory": true} says the
+peak, {"save": path, "row": i} writes the weights and, for the check of a conversion, the logits of
+all draft steps on sample i.
 """
 
 import contextlib
@@ -18,7 +23,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 CHECK_SLOTS = 64  # slots whose logits are saved
-ROWS = 64  # the first product of a new shape takes a CPU in bfloat16 several times as long as the next: it compiles a kernel
+# the first product of a new shape takes a CPU in bfloat16 several times as long as the next: it
+# compiles a kernel
+ROWS = 64
 
 
 class Commands:
@@ -37,7 +44,11 @@ class Commands:
 
 
 def memory_bytes(field: str) -> int:
-    """Of this process, from /proc: "VmHWM" its largest resident set so far, "VmRSS" the one now. (ru_maxrss begins with the parent's.)"""
+    """Of this process, from /proc:
+
+    "VmHWM" its largest resident set so far, "VmRSS" the one now. (ru_maxrss begins with the
+    parent's.)
+    """
     return status_bytes(Path("/proc/self/status").read_text(), field)
 
 
@@ -69,13 +80,16 @@ def vocab_maps(ids: list[int], vocab_size: int):
 
 
 class SpecForge:
-    """specforge 0.2.0: padded batches, `OnlineEagle3Model`, `Eagle3TrainStrategy`, `BF16Optimizer`. options:
+    """specforge 0.2.0: padded batches, `OnlineEagle3Model`, `Eagle3TrainStrategy`, `BF16Optimizer`.
+    options:
 
-    compile   True: their `torch.compile` decorators (norms, loss, teacher) act, as they do by themselves; False: TORCHDYNAMO_DISABLE=1
-    compact   True: their `compact_teacher`, which does not materialise the logits of the whole vocabulary
-    batching  "padded": a batch of the step's samples; "accumulated": one sample at a time, gradients added up, nothing padded
-    weights   for bf16: "bfloat16" as they train, with float32 copies in the optimiser, or "float32" under autocast
-    pad       True: batches are padded further, to a multiple of ROWS tokens, so that a CPU's bfloat16 products meet few shapes; False: to the longest sample, as it does itself
+    compile True: their `torch.compile` decorators (norms, loss, teacher) act, as they do by
+    themselves; False: TORCHDYNAMO_DISABLE=1 compact True: their `compact_teacher`, which does not
+    materialise the logits of the whole vocabulary batching "padded": a batch of the step's samples;
+    "accumulated": one sample at a time, gradients added up, nothing padded weights for bf16:
+    "bfloat16" as they train, with float32 copies in the optimiser, or "float32" under autocast pad
+    True: batches are padded further, to a multiple of ROWS tokens, so that a CPU's bfloat16
+    products meet few shapes; False: to the longest sample, as it does itself
     """
 
     def __init__(self, job: dict):
@@ -129,7 +143,9 @@ class SpecForge:
         ).to(self.dtype)
         head = TargetHead(
             job["target"]
-        )  # its from_pretrained wants a sharded checkpoint with a head of its own; bf16 is what it makes of the head
+            # its from_pretrained wants a sharded checkpoint with a head of its own; bf16 is what it
+            # makes of the head
+        )
         with torch.no_grad():
             head.fc.weight.copy_(weight(job["target"], "lm_head.weight", "embed_tokens.weight"))
         head.freeze_weights()
@@ -208,12 +224,14 @@ class SpecForge:
 
 
 class Speculators:
-    """speculators 0.9.0: packed batches, `Eagle3DraftModel`, `build_optimizers`, linear schedule. Defaults are those of its `TrainConfig`. options:
+    """speculators 0.9.0: packed batches, `Eagle3DraftModel`, `build_optimizers`, linear schedule.
+    Defaults are those of its `TrainConfig`. options:
 
-    attention  "eager" or "sdpa": its default, flex attention, has no backward on a CPU
-    optimizer  "adamw" or "muon" (its default)
-    norms      True: its default flags norm_before_residual, norm_before_fc and norm_output; False: none of them
-    pad        True: packs are padded to one length, as it does itself, so that a CPU's bfloat16 products meet one shape; False: no padding, and a new shape each step
+    attention "eager" or "sdpa": its default, flex attention, has no backward on a CPU optimizer
+    "adamw" or "muon" (its default) norms True: its default flags norm_before_residual,
+    norm_before_fc and norm_output; False: none of them pad True: packs are padded to one length, as
+    it does itself, so that a CPU's bfloat16 products meet one shape; False: no padding, and a new
+    shape each step
     """
 
     def __init__(self, job: dict):
@@ -313,7 +331,9 @@ class Speculators:
 
 
 def save(peer, sample: dict, path: str) -> None:
-    """The trained weights in float32, and what the peer's own forward pass in float32 says on a sample: `check.logits` [K, slots, D]."""
+    """The trained weights in float32, and what the peer's own forward pass in float32 says on a
+    sample: `check.logits` [K, slots, D].
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -345,7 +365,10 @@ def main() -> None:
     torch.set_num_threads(job["threads"])
     torch.set_flush_denormal(
         True
-    )  # as ours does: Adam's moments of rare tokens fade into denormal numbers, which a CPU computes slowly
+        # as ours does: Adam's moments of rare tokens fade into denormal numbers, which a CPU
+        # computes
+        # slowly
+    )
     torch.manual_seed(job["seed"])
     with contextlib.redirect_stdout(sys.stderr):
         peer = {"specforge": SpecForge, "speculators": Speculators}[job["kind"]](job)

@@ -1,13 +1,17 @@
-"""What drafters are worth that ours, SpecForge's and speculators' trainers make of equal data: `.venv/bin/python benchmarks/quality.py --out FOLDER`
+"""What drafters are worth that ours, SpecForge's and speculators' trainers make of equal data:
+`.venv/bin/python benchmarks/quality.py --out FOLDER`
 
-About an hour on 2 cores, from the store of `make report P=reference`; EYAS_PEER_SPECFORGE and EYAS_PEER_SPECULATORS as contestants.py says.
+About an hour on 2 cores, from the store of `make report P=reference`; EYAS_PEER_SPECFORGE and
+EYAS_PEER_SPECULATORS as contestants.py says.
 
-The same samples (about 36,000 response tokens, once), the same ones in each optimiser step and in the same order; all else as each trainer has it by default: loss, mask,
-step weights, norms, first weights, schedule, clipping. Each at a few learning rates with seed 0, then at its best one with more seeds. A peer's drafter is converted to
-ours, which is checked (its logits are the peer's own, to rounding), and all are judged by the same walk over all held-out samples of the store.
+The same samples (about 36,000 response tokens, once), the same ones in each optimiser step and in
+the same order; all else as each trainer has it by default: loss, mask, step weights, norms, first
+weights, schedule, clipping. Each at a few learning rates with seed 0, then at its best one with
+more seeds. A peer's drafter is converted to ours, which is checked (its logits are the peer's own,
+to rounding), and all are judged by the same walk over all held-out samples of the store.
 
-FOLDER holds one file of counts for each (trainer, learning rate, seed); what is there is not trained again. The best learning rate is chosen on the held-out samples,
-for all alike.
+FOLDER holds one file of counts for each (trainer, learning rate, seed); what is there is not
+trained again. The best learning rate is chosen on the held-out samples, for all alike.
 """
 
 import argparse
@@ -48,15 +52,20 @@ class Trainer:
     recipe: str
 
 
-SHARED = "linear schedule, warm-up 1 %, clipping at 1.0, KL over the mask's mean, step weights 1, embedding and head frozen copies of the target's, the rest random"
+SHARED = (
+    "linear schedule, warm-up 1 %, clipping at 1.0, KL over the mask's mean, step weights 1, "
+    "embedding and head frozen copies of the target's, the rest random"
+)
 TRAINERS = {
     "ours": Trainer("ours", (1e-3, 2e-3, 4e-3), {}, "its defaults"),
     "specforge": Trainer(
         "specforge",
         (5e-4, 1e-3, 2e-3),
         {},
-        "AdamW, cosine, warm-up 1.5 %, clipping at 0.5, soft cross-entropy, mean over the whole padded grid, "
-        "step weights 0.8^i, random weights, embedding the target's; float32 weights under autocast instead of bf16 weights, which is finer",
+        "AdamW, cosine, warm-up 1.5 %, clipping at 0.5, soft cross-entropy, mean over the "
+        "whole padded grid, "
+        "step weights 0.8^i, random weights, embedding the target's; float32 weights "
+        "under autocast instead of bf16 weights, which is finer",
     ),
     "speculators": Trainer(
         "speculators",
@@ -88,7 +97,9 @@ def normed(config: DrafterConfig) -> ImportedConfig:
 def converted(
     path: Path, config: DrafterConfig, vocab: DraftVocab, norms: bool, sample: dict
 ) -> tuple[Drafter, float]:
-    """The drafter that peers.py saved, and how far its logits are from the peer's own on that sample; EyasError where that is more than rounding."""
+    """The drafter that peers.py saved, and how far its logits are from the peer's own on that
+    sample; EyasError where that is more than rounding.
+    """
     weights = load_file(path)
     theirs, d2t, _ = (
         weights.pop(name) for name in ("check.logits", "d2t", "t2d")
@@ -100,7 +111,8 @@ def converted(
         torch.cat([sample["states"][b] for b in config.boundaries], dim=-1).float()
     )  # [T, H]
     slots = range(0, min(theirs.shape[1], len(ids) - 1 - len(theirs)), 5)
-    for slot in slots:  # as serving would: all slots up to this one, then its own drafts, of the sample's own tokens
+    # as serving would: all slots up to this one, then its own drafts, of the sample's own tokens
+    for slot in slots:
         cache = DraftCache()
         out = drafter.extend(ids[1 : slot + 2], hidden[: slot + 1], cache)[-1:]
         for s in range(len(theirs)):
@@ -151,7 +163,8 @@ def main() -> None:
         )
         heldout = store.samples("heldout")
         print(
-            f"{len(data.rows)} samples, {sum(data.loss_tok.values()):,} response tokens, {len(data.steps(0))} optimiser steps, {args.dtype}; "
+            f"{len(data.rows)} samples, {sum(data.loss_tok.values()):,} response tokens, "
+            f"{len(data.steps(0))} optimiser steps, {args.dtype}; "
             f"{len(heldout)} held-out samples",
             flush=True,
         )
@@ -231,7 +244,11 @@ def result(
         },
     )
     print(
-        f"{name}, learning rate {rate:g}, seed {seed}: acceptance length {length(counts):.3f}; training {train_s:.0f} s, all {time.perf_counter() - started_s:.0f} s"
+        (
+            f"{name}, learning rate {rate:g}, seed {seed}: acceptance length "
+            f"{length(counts):.3f}; training {train_s:.0f} s, all "
+            f"{time.perf_counter() - started_s:.0f} s"
+        )
         + ("" if apart is None else f"; logits within {apart:.0e} of the peer's"),
         flush=True,
     )
@@ -270,7 +287,8 @@ def pooled(results: dict, name: str, rate: float) -> tuple[np.ndarray, np.ndarra
 
 def print_table(results: dict, best: dict[str, float], settings: dict) -> None:
     print(
-        "\n| trainer | learning rate: acceptance length with seed 0 | best, by seed | acceptance length | ours - it, paired by sample |\n|---|---|---|---|---|"
+        "\n| trainer | learning rate: acceptance length with seed 0 | best, by seed | "
+        "acceptance length | ours - it, paired by sample |\n|---|---|---|---|---|"
     )
     for name, rate in best.items():
         rates = ", ".join(
@@ -294,7 +312,9 @@ def print_table(results: dict, best: dict[str, float], settings: dict) -> None:
             else ""
         )
         print(
-            f"| {name} | {rates} | {rate:g}: {seeds} | {interval_text(ratio_interval(*pooled(results, name, rate), 0).as_dict())} | {difference} |"
+            f"| {name} | {rates} | {rate:g}: {seeds} | "
+            f"{interval_text(ratio_interval(*pooled(results, name, rate), 0).as_dict())} "
+            f"| {difference} |"
         )
     print("\nWhat each ran, beyond data and sizes:")
     for name in best:

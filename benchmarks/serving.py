@@ -1,12 +1,18 @@
-"""What a drafter does to the server's throughput, as ratios measured side by side: `.venv/bin/python benchmarks/serving.py --profile reference` (about 10 minutes on 2 cores,
-nothing else running; after `train`).
+"""What a drafter does to the server's throughput, as ratios measured side by side:
+`.venv/bin/python benchmarks/serving.py --profile reference` (about 10 minutes on 2 cores, nothing
+else running; after `train`).
 
-Two servers of the same profile, one drafting and one not, in the profile's own dtype. In each round both answer the same prompts of the evaluation set, greedily, at 1, 4
-and 16 parallel requests; they take turns and the first turn, and the one that waits sleeps. A ratio is output tokens per second with the drafter over those without, its interval
-by bootstrap over rounds. More requests at a time fill the device, and a draft that is thrown away costs more: where the ratio falls below 1 is what one wants to know.
+Two servers of the same profile, one drafting and one not, in the profile's own dtype. In each round
+both answer the same prompts of the evaluation set, greedily, at 1, 4 and 16 parallel requests; they
+take turns and the first turn, and the one that waits sleeps. A ratio is output tokens per second
+with the drafter over those without, its interval by bootstrap over rounds. More requests at a time
+fill the device, and a draft that is thrown away costs more: where the ratio falls below 1 is what
+one wants to know.
 
-Writes throughput.json into the run's acceptance folder, with the hash of the drafter's file: notebook 05 and the run's verdict take it from there (`python -m eyas report` again).
-Both servers have the same flags but for drafting (`eyas.server.serve.server_command` says which a CPU goes without).
+Writes throughput.json into the run's acceptance folder, with the hash of the drafter's file:
+notebook 05 and the run's verdict take it from there (`python -m eyas report` again). Both servers
+have the same flags but for drafting (`eyas.server.serve.server_command` says which a CPU goes
+without).
 """
 
 import argparse
@@ -71,15 +77,24 @@ def main() -> None:
     found = record(args.profile, config, rows, len(prompts), overlap)
     for row in found["ratios"]:
         print(
-            f"{row['parallel']:3} at a time: {interval_text(row['ratio'])} times the tokens per second of the server without a drafter, acceptance length {row['acceptance_length']:.3f}; "
-            f"{row['rounds']} rounds, {row['plain_tok']:,} tokens, {row['plain_s']:.1f} s plain, {row['drafting_s']:.1f} s drafting; {config.dtype}, {config.threads} threads"
+            f"{row['parallel']:3} at a time: {interval_text(row['ratio'])} times the "
+            f"tokens per second of the server without a drafter, acceptance length "
+            f"{row['acceptance_length']:.3f}; "
+            f"{row['rounds']} rounds, {row['plain_tok']:,} tokens, {row['plain_s']:.1f} s "
+            f"plain, {row['drafting_s']:.1f} s drafting; {config.dtype}, {config.threads} "
+            f"threads"
         )
     for path in filter(None, (config.acceptance_dir / THROUGHPUT, args.out)):
         write_json(path, found)
 
 
 def record(profile: str, config: Config, rows: list[dict], n_prompts: int, overlap: bool) -> dict:
-    """throughput.json: `settings`, which `eyas.evaluation.served_throughput.read_throughput` compares with the drafter and the draft settings at hand, rounds and ratios. `overlap`: both servers had SGLang's overlap scheduler."""
+    """throughput.json:
+
+    `settings`, which `eyas.evaluation.served_throughput.read_throughput` compares with the drafter
+    and the draft settings at hand, rounds and ratios. `overlap`: both servers had SGLang's overlap
+    scheduler.
+    """
     settings = throughput_of(config) | {
         "profile": profile,
         "eval_set": config.eval_set,
@@ -101,7 +116,9 @@ def record(profile: str, config: Config, rows: list[dict], n_prompts: int, overl
 def measure(
     askers: dict[str, Asker], prompts: list, parallels: list[int], rounds: int
 ) -> list[dict]:
-    """A row a round and number of parallel requests: seconds and output tokens of both, and what the drafting one's steps accepted."""
+    """A row a round and number of parallel requests: seconds and output tokens of both, and what
+    the drafting one's steps accepted.
+    """
     rows = []
     for asker in askers.values():
         asker.ask_all(
@@ -127,7 +144,9 @@ def measure(
 
 
 def summary(rows: list[dict], parallel: int) -> dict:
-    """Tokens per second drafting / plain: plain seconds, scaled to as many tokens, over drafting seconds; and the counts behind it."""
+    """Tokens per second drafting / plain: plain seconds, scaled to as many tokens, over drafting
+    seconds; and the counts behind it.
+    """
     mine = [row for row in rows if row["parallel"] == parallel]
     ratio = ratio_interval(
         [row["plain_s"] * row["drafting_tok"] / row["plain_tok"] for row in mine],

@@ -1,7 +1,9 @@
-"""Extraction through the real server under random kills: `.venv/bin/python benchmarks/soak.py` (10,000 samples, 50 kills, about 20 minutes on 2 cores).
+"""Extraction through the real server under random kills: `.venv/bin/python benchmarks/soak.py`
+(10,000 samples, 50 kills, about 20 minutes on 2 cores).
 
-A tiny target, so that samples and kills are many and the model costs little. Client, scheduler and whole server are killed with SIGKILL at random
-moments; each time the same extraction is started again. At the end every byte is read back.
+A tiny target, so that samples and kills are many and the model costs little. Client, scheduler and
+whole server are killed with SIGKILL at random moments; each time the same extraction is started
+again. At the end every byte is read back.
 """
 
 import argparse
@@ -30,12 +32,19 @@ from eyas.store.reader import Store
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers.tiny import make_tiny_target
 
-WORDS = "the young eagle leaves its nest before it can hunt and someone has to teach it what the old bird knows".split()
+WORDS = (
+    "the young eagle leaves its nest before it can hunt and someone has to teach it what the "
+    "old bird knows"
+).split()
 
 
 @dataclass(frozen=True)
 class Soak:
-    """`client_rss` and `server_rss`: (samples in the store, resident bytes) as time went by; of the client its smallest and largest settled value."""
+    """`client_rss` and `server_rss`:
+
+    (samples in the store, resident bytes) as time went by; of the client its smallest and largest
+    settled value.
+    """
 
     samples: int
     extracted: int
@@ -49,19 +58,26 @@ class Soak:
     def __str__(self) -> str:
         def span(series):
             return (
-                f"{bytes_text(series[0][1])} at {series[0][0]:,} samples, {bytes_text(series[-1][1])} at {series[-1][0]:,}"
+                (
+                    f"{bytes_text(series[0][1])} at {series[0][0]:,} samples, "
+                    f"{bytes_text(series[-1][1])} at {series[-1][0]:,}"
+                )
                 if series
                 else "not measured"
             )
 
         return (
-            f"{self.samples:,} samples, kills {self.kills}, {self.seconds:.0f} s: lost {self.samples - self.extracted}, doubled {self.doubled}, torn {self.damaged}\n"
+            f"{self.samples:,} samples, kills {self.kills}, {self.seconds:.0f} s: lost "
+            f"{self.samples - self.extracted}, doubled {self.doubled}, torn "
+            f"{self.damaged}\n"
             f"client's memory: {span(self.client_rss)}\nserver's memory: {span(self.server_rss)}"
         )
 
 
 def soak(samples: int, kills: int, server_kills: int, folder: Path, seed: int = 0) -> Soak:
-    """Extract `samples` with that many kills, `server_kills` of them of the server (scheduler and whole in turn). EYAS_DATA is set to `folder`."""
+    """Extract `samples` with that many kills, `server_kills` of them of the server (scheduler and
+    whole in turn). EYAS_DATA is set to `folder`.
+    """
     os.environ["EYAS_DATA"] = str(folder)
     target = load_target(str(make_tiny_target(folder / "tiny")))
     prompts = load_prompts(_write_prompts(folder / "prompts.jsonl", samples))
@@ -142,7 +158,9 @@ def _client(config, target, prompts, log: Path) -> int:
 def _watch(
     child: int, config, moment: float | None, server, client_rss: list, server_rss: list
 ) -> None:
-    """Until the store has more samples than `moment` (None: for ever) or the child ends; notes memory."""
+    """Until the store has more samples than `moment` (None: for ever) or the child ends; notes
+    memory.
+    """
     process = psutil.Process(child)
     before = _count(config)
     while not _ended(child):

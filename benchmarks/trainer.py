@@ -1,10 +1,16 @@
-"""Our trainer's speed and memory beside SpecForge's and speculators', measured together: `.venv/bin/python benchmarks/trainer.py`
+"""Our trainer's speed and memory beside SpecForge's and speculators', measured together:
+`.venv/bin/python benchmarks/trainer.py`
 
-15 minutes on 2 cores, nothing else running, from the store of `make report P=reference`; EYAS_PEER_SPECFORGE and EYAS_PEER_SPECULATORS as contestants.py says.
+15 minutes on 2 cores, nothing else running, from the store of `make report P=reference`;
+EYAS_PEER_SPECFORGE and EYAS_PEER_SPECULATORS as contestants.py says.
 
-All train a drafter of the same sizes on the same samples, the same ones in each optimiser step, each in its own process with the same threads, in turns of a few steps,
-so that noise hits all alike; ours has a process for each thread, whose memory counts as one. Each peer first tries its own options on a few steps and keeps the faster. A step is everything from samples to changed weights; ours also
-reads its samples from the store, while the peers' wait in memory, as their own readers gave them, and their step begins with their own collator.
+All train a drafter of the same sizes on the same samples, the same ones in each optimiser step,
+each in its own process with the same threads, in turns of a few steps,
+so that noise hits all alike; ours has a process for each thread, whose memory counts as one. Each
+peer first tries its own options on a few steps and keeps the faster. A step is everything from
+samples to changed weights; ours also
+reads its samples from the store, while the peers' wait in memory, as their own readers gave them,
+and their step begins with their own collator.
 Then: where our time goes, and how far it is from what the machine's matrix products would allow.
 """
 
@@ -39,9 +45,15 @@ CHOICES = {  # peer -> option -> what it may be
     "speculators": {"heap": (True, False), "attention": ("eager", "sdpa"), "pad": (True, False)},
 }
 WHY = {
-    "specforge": "OnlineEagle3Model, attention_backend sdpa (flex attention has no backward on a CPU, fa and usp need flash_attn); its Triton loss is replaced by "
-    "core.loss._compute_loss of the same file; BF16Optimizer (AdamW, clipping at 0.5); target head in bf16, as its TargetHead is",
-    "speculators": "Eagle3DraftModel with its default norms, loss kl_div eager (the fused one is Triton; flex attention has no backward on a CPU); AdamW, clipping at 1.0",
+    "specforge": "OnlineEagle3Model, attention_backend sdpa "
+    "(flex attention has no backward on a CPU, "
+    "fa and usp need flash_attn); its Triton loss is replaced by "
+    "core.loss._compute_loss of the same file; BF16Optimizer (AdamW, clipping at 0.5); "
+    "target head in bf16, as its TargetHead is",
+    "speculators": (
+        "Eagle3DraftModel with its default norms, loss kl_div eager (the fused one is Triton; "
+        "flex attention has no backward on a CPU); AdamW, clipping at 1.0"
+    ),
     "ours": "eyas.training.trainer.train as it is, reading from the store",
 }
 PARTS = {  # of our step: operators by name, the first that fits
@@ -49,7 +61,10 @@ PARTS = {  # of our step: operators by name, the first that fits
     "optimiser and clipping": r"adam|_foreach|vector_norm|^Optimizer",
     "Python inside of autograd functions": r"^[A-Z]",
     "softmax, exp, log": r"softmax|::exp|::log",
-    "copies, casts, concatenation": r"::(copy_|cat|clone|_to_copy|to|fill_|zero_|empty|contiguous|narrow|split)",
+    "copies, casts, concatenation": (
+        r"::(copy_|cat|clone|_to_copy|to|fill_|zero_|empty"
+        r"|contiguous|narrow|split)"
+    ),
     "gather, scatter, masks": r"index|gather|embedding|scatter|searchsorted|nonzero|mask|where",
     "other arithmetic": r"",
 }
@@ -87,7 +102,9 @@ def main() -> None:
         "--options",
         type=json.loads,
         default={},
-        help='what trials found, or where they begin: \'{"specforge": {"batching": "accumulated"}}\'',
+        help=(
+            'what trials found, or where they begin: \'{"specforge": {"batching": "accumulated"}}\''
+        ),
     )
     parser.add_argument("--out", type=Path, help="a JSON file for all that was measured")
     args = parser.parse_args()
@@ -107,15 +124,21 @@ def main() -> None:
         steps = data.steps(0)
         if len(steps) < n_steps:
             parser.error(
-                f"the store has {len(steps)} optimiser steps, {n_steps} are needed: fewer --rounds or --steps, or a smaller -p batch_tok"
+                f"the store has {len(steps)} optimiser steps, {n_steps} are needed: fewer "
+                f"--rounds or --steps, or a smaller -p batch_tok"
             )
         print(
-            f"{len(data.rows)} samples, {config.batch_tok} tokens a step, {target.name}, boundaries {list(data.config.boundaries)}, D = {config.draft_vocab_size:,}, "
-            f"K = {config.draft_steps}, {args.threads} threads, AdamW, {args.rounds} rounds of {args.steps} steps"
+            f"{len(data.rows)} samples, {config.batch_tok} tokens a step, {target.name}, "
+            f"boundaries {list(data.config.boundaries)}, D = {config.draft_vocab_size:,}, "
+            f"K = {config.draft_steps}, {args.threads} threads, AdamW, {args.rounds} "
+            f"rounds of {args.steps} steps"
         )
         found = {dtype: race(data, kinds, dtype, args) for dtype in args.dtypes}
     print(
-        "\n| dtype | trainer | response tok/s | all tok/s | ours is faster by | peak memory | at the start | samples held | least peak in trials |\n"
+        (
+            "\n| dtype | trainer | response tok/s | all tok/s | ours is faster by | peak "
+            "memory | at the start | samples held | least peak in trials |\n"
+        )
         + 9 * "|---"
         + "|"
     )
@@ -128,15 +151,20 @@ def main() -> None:
         for kind in kinds:
             print(f"- {dtype}, {kind}: {race_found['options'][kind] or ''} {WHY[kind]}")
     print(
-        "Peak memory is a process's largest resident set, of ours that of all its processes, pages in common counted once; at the start is the one with imports and model; samples held are the peers' copies in memory, part of their peak. "
-        "The peers' options are those of the fastest trial; the least peak of any trial is beside it."
+        "Peak memory is a process's largest resident set, of ours that of all its "
+        "processes, pages in common counted once; at the start is the one with imports "
+        "and model; samples held are the peers' copies in memory, part of their peak. "
+        "The peers' options are those of the fastest trial; the least peak of any trial "
+        "is beside it."
     )
     if args.out:
         write_json(args.out, found)
 
 
 def race(data: Data, kinds: list[str], dtype: str, args) -> dict:
-    """One dtype: seconds of each contestant in each round [rounds], tokens of the rounds, memory, and what is to be known about our step."""
+    """One dtype: seconds of each contestant in each round [rounds], tokens of the rounds, memory,
+    and what is to be known about our step.
+    """
     options, trials = {}, {}
     for kind in kinds:
         begin = DEFAULTS[kind] | args.options.get(kind, {})
@@ -177,7 +205,9 @@ def race(data: Data, kinds: list[str], dtype: str, args) -> dict:
 
 
 def best_options(data: Data, kind: str, dtype: str, best: dict, args) -> tuple[dict, list]:
-    """One option after another is changed and kept if that is faster; gives it and (options, seconds a step, peak bytes) of all. What does not run here is said to."""
+    """One option after another is changed and kept if that is faster; gives it and (options,
+    seconds a step, peak bytes) of all. What does not run here is said to.
+    """
     trials = []
 
     def trial(options: dict) -> float:
@@ -193,7 +223,10 @@ def best_options(data: Data, kind: str, dtype: str, best: dict, args) -> tuple[d
             return float("inf")
         trials.append((options, seconds, peak))
         print(
-            f"{dtype}, {kind} {options}: {seconds:.2f} s a step, peak memory {peak / 2**30:.2f} GiB",
+            (
+                f"{dtype}, {kind} {options}: {seconds:.2f} s a step, peak memory "
+                f"{peak / 2**30:.2f} GiB"
+            ),
             flush=True,
         )
         return seconds
@@ -235,25 +268,32 @@ def print_race(dtype: str, found: dict) -> None:
             min((peak for _, _, peak in found["trials"][kind]), default=None),
         )
         print(
-            f"| {dtype} | {kind} | {found['response_tok'] / sum(seconds):,.0f} | {found['all_tok'] / sum(seconds):,.0f} | {ratio} | "
-            f"{memory['peak'] / 2**30:.2f} GiB | {memory['base'] / 2**30:.2f} GiB | {memory['held'] / 2**30:.2f} GiB | "
+            f"| {dtype} | {kind} | {found['response_tok'] / sum(seconds):,.0f} | "
+            f"{found['all_tok'] / sum(seconds):,.0f} | {ratio} | "
+            f"{memory['peak'] / 2**30:.2f} GiB | {memory['base'] / 2**30:.2f} GiB | "
+            f"{memory['held'] / 2**30:.2f} GiB | "
             + ("" if least is None else f"{least / 2**30:.2f} GiB")
             + " |"
         )
 
 
 def print_time(dtype: str, found: dict, steps: int) -> None:
-    """Of the profiled steps, the operators' own seconds by part; of the rounds, the distance from the matrix products' bound."""
+    """Of the profiled steps, the operators' own seconds by part; of the rounds, the distance from
+    the matrix products' bound.
+    """
     operators, wall_s = found["profile"]["operators"], found["profile"]["seconds"]
     print(
-        f"\n{dtype}: where our {1000 * wall_s / steps:,.0f} ms a step go (with the profiler on, the first process)\n\n| part | share | its largest |\n|---|---|---|"
+        f"\n{dtype}: where our {1000 * wall_s / steps:,.0f} ms a step go (with the "
+        f"profiler on, the first process)\n\n| part | share | its largest |\n|---|---|---|"
     )
     for part, (part_s, largest) in by_part(operators).items():
         print(
-            f"| {part} | {part_s / wall_s:.0%} | {', '.join(f'{name} {s / wall_s:.0%}' for name, s in largest)} |"
+            f"| {part} | {part_s / wall_s:.0%} | "
+            f"{', '.join(f'{name} {s / wall_s:.0%}' for name, s in largest)} |"
         )
     print(
-        f"| outside of operators: Python, waiting for the other process | {1 - sum(s for s, _ in operators.values()) / wall_s:.0%} | |"
+        f"| outside of operators: Python, waiting for the other process | "
+        f"{1 - sum(s for s, _ in operators.values()) / wall_s:.0%} | |"
     )
     step_s, gflop, gflops = (
         statistics.mean(found["seconds"]["ours"]) / steps,
@@ -262,15 +302,19 @@ def print_time(dtype: str, found: dict, steps: int) -> None:
     )
     bound_s = gflop / gflops
     print(
-        f"\n{dtype}: about {gflop:,.0f} GFLOP a step in matrix products, {gflops:,.0f} GFLOPS in large {dtype} products here: "
-        f"{1000 * bound_s:,.0f} ms of the {1000 * step_s:,.0f} ms that a step takes ({bound_s / step_s:.0%} of the bound)"
+        f"\n{dtype}: about {gflop:,.0f} GFLOP a step in matrix products, {gflops:,.0f} "
+        f"GFLOPS in large {dtype} products here: "
+        f"{1000 * bound_s:,.0f} ms of the {1000 * step_s:,.0f} ms that a step takes "
+        f"({bound_s / step_s:.0%} of the bound)"
     )
 
 
 def by_part(
     operators: dict[str, tuple[float, int]],
 ) -> dict[str, tuple[float, list[tuple[str, float]]]]:
-    """part -> (seconds, its three largest operators with theirs), largest part first. operators: name -> (seconds by itself, calls)."""
+    """part -> (seconds, its three largest operators with theirs), largest part first. operators:
+    name -> (seconds by itself, calls).
+    """
     parts = {part: [] for part in PARTS}
     for name, (seconds, _) in operators.items():
         parts[next(part for part, pattern in PARTS.items() if re.search(pattern, name))].append(

@@ -1,5 +1,6 @@
 """Counts and comparisons against hand-made ones; what `measure` writes."""
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -34,6 +35,7 @@ from eyas.evaluation.acceptance import (
     repeats,
 )
 from eyas.evaluation.decode import Step, Trace
+from eyas.files import ROOT
 from eyas.intervals import ratio_interval
 from eyas.models.target import load_target
 from helpers.taught import make_prompts, teach
@@ -106,7 +108,8 @@ def test_counts_of_a_hand_made_trace(drafter):
     assert [row[f"proposed_{i}"] for i in (1, 2, 3)] == [4, 4, 3]
     assert [row[f"reached_{i}"] for i in (1, 2, 3)] == [4, 3, 1]
     assert [row[f"accepted_{i}"] for i in (1, 2, 3)] == [3, 2, 1]
-    # bigrams: oi io oi io oi ii io oo oi -> 5 of 9 came before; the first token (from the prefill) can't be drafted and is not counted as outside
+    # bigrams: oi io oi io oi ii io oo oi -> 5 of 9 came before; the first token (from the prefill)
+    # can't be drafted and is not counted as outside
     assert (
         row["bigrams"],
         row["repeated_bigrams"],
@@ -126,7 +129,9 @@ def test_counts_of_a_hand_made_trace(drafter):
 
 
 def test_counts_of_a_hand_made_tree(drafter):
-    """A node that was accepted without a child reaches no further position; a node deeper than the accepted path was proposed all the same."""
+    """A node that was accepted without a child reaches no further position; a node deeper than the
+    accepted path was proposed all the same.
+    """
     steps = [
         step(
             [-1, -1, 0, 2], [1]
@@ -158,12 +163,15 @@ def test_counts_of_a_hand_made_tree(drafter):
 
 
 def test_fresh_steps_look_back_only():
-    """Tokens 1 2 3 1 2 1 2 3 9: a step is not fresh when the two tokens before it came before, whatever it goes on to accept."""
+    """Tokens 1 2 3 1 2 1 2 3 9: a step is not fresh when the two tokens before it came before,
+    whatever it goes on to accept.
+    """
     tokens = [1, 2, 3, 1, 2, 1, 2, 3, 9]
     trace = Trace(
         tokens, [], steps=[chain(3, 1), chain(3, 1), chain(3, 1), chain(3, 0), chain(3, 0)]
     )  # begin after 1, 3, 5, 7, 8 tokens
-    # after [1]: no pair. After 1 2 3: (2,3) is new. After .. 1 2: (1,2) stood there. After .. 1 2 again: stood there. After 2 3: stood there.
+    # after [1]: no pair. After 1 2 3: (2,3) is new. After .. 1 2: (1,2) stood there. After .. 1 2
+    # again: stood there. After 2 3: stood there.
     assert fresh_steps(trace).tolist() == [True, True, False, False, False]
     alone = Trace(tokens, [], steps=[chain(3, 0) for _ in range(8)])  # a step a token
     slow = [
@@ -183,6 +191,8 @@ def test_repeats_are_named_where_they_explain_the_figure():
                 "accepted": [30] * 6,
                 "fresh_steps": [10] * 6,
                 "fresh_accepted": fresh_accepted,
+                "repeated_bigrams": [10] * 6,
+                "bigrams": [50] * 6,
             }
         )
 
@@ -405,7 +415,8 @@ def test_baselines_are_on_the_same_prompts_and_lossless(data, target, drafter, p
         rows[DRAFTER]["accepted"] == first["accepted"].sum()
         and rows[DRAFTER]["verify_steps"] == first["verify_steps"].sum()
     )
-    # taught on these very responses; with random weights, or with the states of other slots, next to nothing is left
+    # taught on these very responses; with random weights, or with the states of other slots, next
+    # to nothing is left
     length = {name: row["acceptance_length"]["value"] for name, row in rows.items()}
     assert length[DRAFTER] > 1.5 > 1.3 > max(length[RANDOM], length[SHUFFLED])
     table = pd.read_parquet(config.acceptance_dir / "baselines.parquet")
@@ -464,6 +475,57 @@ def test_prompt_lookup_over_a_known_text_is_what_decoding_with_it_accepts(
     assert "drafter minus n-grams" in headline(record) and "n-grams" not in headline(
         record | {"prompt_lookup": None}
     )
+
+
+def one_prompt(**counts) -> pd.DataFrame:
+    known = {"verify_steps": 62, "accepted": 62, "fresh_steps": 3, "fresh_accepted": 1}
+    return pd.DataFrame([known | {"repeated_bigrams": 120, "bigrams": 124} | counts])
+
+
+def test_a_looping_text_is_named_even_with_one_prompt():
+    """One prompt has no interval. 120 of 124 bigrams repeat; 3 of 62 verify steps are fresh."""
+    record = repeats(one_prompt(), Config.create())
+    assert "the text loops: 97% of its bigrams" in record["warning"]
+    assert "3 of 62 verify steps" in record["warning"] and "1.333" in record["warning"]
+    assert record["warning"].endswith("too few to judge by")
+
+
+def test_too_few_fresh_steps_are_named_without_a_loop():
+    few = repeats(one_prompt(repeated_bigrams=20, fresh_steps=19), Config.create())
+    assert few["warning"].startswith("only 19 of 62 verify steps begin at no repeated bigram")
+    many = repeats(
+        one_prompt(repeated_bigrams=20, fresh_steps=40, fresh_accepted=40), Config.create()
+    )
+    assert many["warning"] is None
+
+
+def test_a_drafter_that_is_never_accepted_is_named(data, target, drafter, prompts, tmp_path):
+    """Its head is zero: acceptance length is exactly 1.0, as with a part that is missing."""
+    blind = copy.deepcopy(drafter)
+    blind.lm_head.weight.data.zero_()
+    config = Config.create(
+        run_name="blind", decode_new_tok=8, check_bf16_prompts=1, baseline_prompts=1, threads=1
+    )
+    record = acceptance.measure(config, target, blind, made(prompts[:2])).record
+    assert record["acceptance_length"]["value"] == 1.0
+    assert "WARNING: no draft token was accepted at all" in headline(record)
+    assert "docs/symptoms.md" in headline(record)
+    heading = "## Acceptance is exactly 1.0"
+    assert heading in (ROOT / "docs" / "symptoms.md").read_text(encoding="utf-8")
+    weak = acceptance.measure(config, target, drafter, made(prompts[:2])).record
+    assert weak["counts"]["accepted"] and "at all" not in headline(weak)
+
+
+def test_texts_beyond_the_drafters_positions_are_named(data, target, drafter, prompts):
+    config = Config.create(
+        run_name="short", decode_new_tok=6, check_bf16_prompts=1, baseline_prompts=1, threads=1
+    )
+    short = copy.deepcopy(drafter)
+    short.config = dataclasses.replace(drafter.config, max_position_embeddings=8)
+    record = acceptance.measure(config, target, short, made(prompts[3:])).record
+    assert "the drafter's positions end at 8" in headline(record)
+    whole = acceptance.measure(config, target, drafter, made(prompts[3:])).record
+    assert "positions end" not in headline(whole)
 
 
 def test_repeats_stand_in_the_headline(data, target, drafter, prompts):
@@ -549,7 +611,10 @@ def test_own_conversations(tmp_path, embedded):
         ("[1]", "line 1 is not an object"),
         ("", "holds no conversation"),
         (
-            '{"id": "a", "messages": [{"role": "user", "content": "a"}]}\n{"id": "a", "messages": [{"role": "user", "content": "b"}]}',
+            (
+                '{"id": "a", "messages": [{"role": "user", "content": "a"}]}\n{"id": "a", '
+                '"messages": [{"role": "user", "content": "b"}]}'
+            ),
             "line 2: sample id 'a' stands there already",
         ),
     ):
@@ -627,7 +692,10 @@ def test_two_drafters_are_paired_by_prompt(data):
 
 
 def test_the_drafter_of_another_run_is_judged_beside_ones_own(data):
-    """Nothing of one's own is written over, and the comparison names whose drafters they are. A run without a drafter has one place only."""
+    """Nothing of one's own is written over, and the comparison names whose drafters they are.
+
+    A run without a drafter has one place only.
+    """
     config = write_run("mine", [5, 6, 7, 8])
     config.drafter_dir.mkdir()
     theirs = dataclasses.replace(config, drafter_run="theirs")

@@ -1,4 +1,8 @@
-"""The pure parts of the hand-run benchmarks. That a peer's drafter is converted rightly is checked by quality.py itself, against the peer's own forward pass."""
+"""The pure parts of the hand-run benchmarks.
+
+That a peer's drafter is converted rightly is checked by quality.py itself, against the peer's own
+forward pass.
+"""
 
 import sys
 

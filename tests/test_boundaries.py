@@ -132,7 +132,9 @@ def test_sizes_of_another_target_do_not_plan_for_this_one(said, folders):
 def test_extraction_and_training_take_the_same_and_record_what_they_are(
     said, data, folders, tmp_path
 ):
-    """A store and a drafter of a profile without boundaries are those of one that names the same ids."""
+    """A store and a drafter of a profile without boundaries are those of one that names the same
+    ids.
+    """
     target = load_target(str(folders[36]))
     server = FaultyServer(target, tuple(range(37)), tmp_path / "spool")
     prompts = write_prompts(tmp_path / "prompts.jsonl", 8, 2)
@@ -150,7 +152,8 @@ def test_extraction_and_training_take_the_same_and_record_what_they_are(
     assert described["record"]["settings"]["boundaries"] == [2, 18, 33]
     assert described["config"]["boundaries"] == [2, 18, 33]
 
-    # The last checkpoint is continued by a profile that names the same, and the drafter keeps its bytes
+    # The last checkpoint is continued by a profile that names the same, and the drafter keeps its
+    # bytes
     before = drafter.read_bytes()
     assert list(drafter.parent.glob("checkpoints/step-*.pt"))
     drafter.unlink()

@@ -1,6 +1,8 @@
-"""The reports in a real browser, opened from the disk with the network off: looked at wide and narrow, light and dark, on paper and without scripts, and clicked through.
+"""The reports in a real browser, opened from the disk with the network off: looked at wide and
+narrow, light and dark, on paper and without scripts, and clicked through.
 
-Needs chromium; where there is none, the test is skipped and says how to get it. Reports: the committed ones, and small ones made here from real run.json files.
+Needs chromium; where there is none, the test is skipped and says how to get it. Reports: the
+committed ones, and small ones made here from real run.json files.
 """
 
 import copy
@@ -18,27 +20,38 @@ from eyas.report import run as report
 
 WIDTHS, SCHEMES = (1280, 480), ("light", "dark")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-# Goes when a browser can be locked like a package.
-pytestmark = pytest.mark.skipif(
-    BROWSER is None,
-    reason=f"none of {', '.join(BROWSERS)} is here; Debian: apt-get install chromium",
-)
+# The skip goes when a browser can be locked like a package. One page is made by a kernel.
+pytestmark = [
+    pytest.mark.kernel,
+    pytest.mark.skipif(
+        BROWSER is None,
+        reason=f"none of {', '.join(BROWSERS)} is here; Debian: apt-get install chromium",
+    ),
+]
 
-# What a page shows that it must not: wider than the window, figures that did not load or have no words, text that can't be told from its background.
+# What a page shows that it must not: wider than the window, figures that did not load or have no
+# words, text that can't be told from its background.
 WRONG = """() => {
   const wrong = [], root = document.documentElement;
-  if (root.scrollWidth > root.clientWidth) wrong.push(`${root.scrollWidth} pixels wide in a window of ${root.clientWidth}`);
+  if (root.scrollWidth > root.clientWidth) wrong.push(`${root.scrollWidth} pixels wide in a window \
+of ${root.clientWidth}`);
   for (const image of document.images) {
     if (!image.complete || !image.naturalWidth) wrong.push("an image did not load");
     if (image.alt.length < 20) wrong.push(`alt text: ${image.alt}`);
   }
-  for (const svg of document.querySelectorAll("svg")) if (svg.getAttribute("role") !== "img" || !svg.ariaLabel) wrong.push("a drawing without words");
-  const light = color => { const [r, g, b] = color.match(/[\\d.]+/g).map(Number); return (0.299 * r + 0.587 * g + 0.114 * b) / 255; };
-  const behind = element => { for (let at = element; at; at = at.parentElement) { const color = getComputedStyle(at).backgroundColor; if (!/, 0\\)|transparent/.test(color)) return color; } return "rgb(255, 255, 255)"; };
-  for (const element of document.querySelectorAll("h1, h2, p, td, th, a, button, pre, summary, .highlight span, .error span, .muted, code, small, b, figcaption, input")) {
+  for (const svg of document.querySelectorAll("svg")) if (svg.getAttribute("role") !== "img" || \
+!svg.ariaLabel) wrong.push("a drawing without words");
+  const light = color => { const [r, g, b] = color.match(/[\\d.]+/g).map(Number); return (0.299 * \
+r + 0.587 * g + 0.114 * b) / 255; };
+  const behind = element => { for (let at = element; at; at = at.parentElement) { const color = \
+getComputedStyle(at).backgroundColor; if (!/, 0\\)|transparent/.test(color)) return color; } \
+return "rgb(255, 255, 255)"; };
+  for (const element of document.querySelectorAll("h1, h2, p, td, th, a, button, pre, summary, \
+.highlight span, .error span, .muted, code, small, b, figcaption, input")) {
     if (!element.checkVisibility() || !element.innerText?.trim()) continue;
     const distance = Math.abs(light(getComputedStyle(element).color) - light(behind(element)));
-    if (distance < 0.25) wrong.push(`can't be read (${distance.toFixed(2)}): ${element.tagName} ${element.innerText.slice(0, 40)}`);
+    if (distance < 0.25) wrong.push(`can't be read (${distance.toFixed(2)}): ${element.tagName} \
+${element.innerText.slice(0, 40)}`);
   }
   return [...new Set(wrong)];
 }"""
@@ -46,7 +59,9 @@ WRONG = """() => {
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """reference and layers as committed, a run like reference with other numbers, one that failed, one that was killed, one that goes on."""
+    """reference and layers as committed, a run like reference with other numbers, one that failed,
+    one that was killed, one that goes on.
+    """
     folder = tmp_path_factory.mktemp("browser")
     reports = folder / "reports"
     for name in ("reference", "layers"):
@@ -121,7 +136,9 @@ def browser():
 
 @pytest.fixture
 def page(browser):
-    """A page without network; at the end no other address than a file's was asked for, and nothing was complained about."""
+    """A page without network; at the end no other address than a file's was asked for, and nothing
+    was complained about.
+    """
     context = browser.new_context(
         offline=True,
         viewport={"width": 1280, "height": 900},
@@ -138,7 +155,9 @@ def page(browser):
 
 
 def made_page() -> str:
-    """What is hard to show: a table of 30 columns, a line of 300 characters in text, in code and in an error, a figure twice as high as a sheet, coloured code."""
+    """What is hard to show: a table of 30 columns, a line of 300 characters in text, in code and in
+    an error, a figure twice as high as a sheet, coloured code.
+    """
     table = (
         "<table>"
         + "".join(
@@ -147,7 +166,10 @@ def made_page() -> str:
         )
         + "</table>"
     )
-    drawing = '<svg xmlns="http://www.w3.org/2000/svg" width="1000" height="2400"><rect width="1000" height="2400" fill="#789"/></svg>'
+    drawing = (
+        '<svg xmlns="http://www.w3.org/2000/svg" width="1000" height="2400"><rect '
+        'width="1000" height="2400" fill="#789"/></svg>'
+    )
     display = nbformat.v4.new_output
     cells = [
         nbformat.v4.new_markdown_cell(
@@ -218,7 +240,9 @@ def test_every_page_at_both_widths_light_and_dark(page, reports):
 
 
 def test_headlines_open_the_pages(page, reports):
-    """The answer, in a sentence with its interval, is on the first screen of the index and of the page that has it, and both say the same."""
+    """The answer, in a sentence with its interval, is on the first screen of the index and of the
+    page that has it, and both say the same.
+    """
     page.goto((reports / "index.html").as_uri())
     run = read_json(reports / "reference" / "run.json")
     sentence = summary.sentence(run)
@@ -285,7 +309,9 @@ def test_sort_and_filter(page, reports, width):
 
 
 def differs(text: str, x: dict, y: dict) -> tuple[float, float]:
-    """The text says y - x with the interval of a difference of independent numbers; gives that interval."""
+    """The text says y - x with the interval of a difference of independent numbers; gives that
+    interval.
+    """
     d = y["value"] - x["value"]
     low = d - ((y["value"] - y["low"]) ** 2 + (x["high"] - x["value"]) ** 2) ** 0.5
     high = d + ((y["high"] - y["value"]) ** 2 + (x["value"] - x["low"]) ** 2) ** 0.5
@@ -385,7 +411,8 @@ def test_details_and_the_way_through_the_pages(page, reports, width):
     )
     details.get_by_role("button", name="copy").click()
     page.wait_for_function(
-        "async () => await navigator.clipboard.readText() === 'python -m eyas report --profile reference'"
+        "async () => await navigator.clipboard.readText() === 'python -m eyas report "
+        "--profile reference'"
     )
     for name, words in (("killed", "was killed"), ("going", "Still running")):
         page.locator(f"#run-{name} summary").click()
@@ -416,7 +443,9 @@ def test_details_and_the_way_through_the_pages(page, reports, width):
 
 
 def test_on_paper(page, reports):
-    """Light in a dark browser too, no buttons, no code, links to be seen, no figure higher than a page."""
+    """Light in a dark browser too, no buttons, no code, links to be seen, no figure higher than a
+    page.
+    """
     page.emulate_media(media="print", color_scheme="dark")
     for path in (
         reports / "index.html",
@@ -440,7 +469,7 @@ def test_on_paper(page, reports):
 
 
 def test_without_scripts(browser, reports):
-    """A plain table, newest first, with details that open; nothing is offered that would not work."""
+    """A plain table, newest first, whose details open; nothing is offered that would not work."""
     context = browser.new_context(offline=True, java_script_enabled=False)
     page = context.new_page()
     page.goto((reports / "index.html").as_uri())

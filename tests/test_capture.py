@@ -1,4 +1,6 @@
-"""The capture plugin's spool without a server: what the scheduler hands over is written by another thread, and never more than the quota waits."""
+"""The capture plugin's spool without a server: what the scheduler hands over is written by another
+thread, and never more than the quota waits.
+"""
 
 import threading
 import time
@@ -37,7 +39,9 @@ def test_a_file_is_complete_when_it_is_seen(tmp_path):
 
 
 def test_a_disk_that_hangs_does_not_hold_the_scheduler_and_the_quota_holds(tmp_path, monkeypatch):
-    """Three requests of 100 tokens at a quota of two and a half: the third is told to come again, at once, and gets in when a client has taken a file."""
+    """Three requests of 100 tokens at a quota of two and a half: the third is told to come again,
+    at once, and gets in when a client has taken a file.
+    """
     disk = threading.Event()
     write = Spool._write
     monkeypatch.setattr(Spool, "_write", lambda *args: disk.wait(20) and write(*args))

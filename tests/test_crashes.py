@@ -1,6 +1,8 @@
-"""The crash matrix: whatever breaks during an extraction, the same command again ends with the very bytes of an undisturbed run.
+"""The crash matrix: whatever breaks during an extraction, the same command again ends with the very
+bytes of an undisturbed run.
 
-Most of it is played against `faulty.FaultyServer`; test_soak.py and the slow tests here take the real server.
+Most of it is played against `faulty.FaultyServer`; test_soak.py and the slow tests here take the
+real server.
 """
 
 import contextlib
@@ -318,10 +320,9 @@ def test_a_second_client_is_refused_while_the_first_one_runs(
     first = threading.Thread(target=run)
     first.start()
     assert holding.wait(30)
-    theirs = (
-        server.spool
-        / f"{Fleet(config, need_servers(config), [server.status() for server in need_servers(config)]).prefix}waits.safetensors"
-    )
+    servers = need_servers(config)
+    fleet = Fleet(config, servers, [one.status() for one in servers])
+    theirs = server.spool / f"{fleet.prefix}waits.safetensors"
     theirs.write_bytes(b"of the first client, which has yet to take it")
     with pytest.raises(
         EyasError, match="another process is writing to the store of run 'disturbed'"
@@ -339,7 +340,10 @@ def test_too_little_room_is_refused_with_the_numbers_or_allowed(job, serve, monk
     monkeypatch.setattr("eyas.capture.plan.free_bytes", lambda folder: 5000)
     with pytest.raises(
         EyasError,
-        match=r"has 4.88 KiB free, [\d.]+ [KM]iB will be written \(48 samples, [\d,]+ tokens\).*--anyway",
+        match=(
+            r"has 4.88 KiB free, [\d.]+ [KM]iB will be written \(48 samples, [\d,]+ "
+            r"tokens\).*--anyway"
+        ),
     ):
         run()
     assert server.served == 0 and not len(
@@ -349,7 +353,10 @@ def test_too_little_room_is_refused_with_the_numbers_or_allowed(job, serve, monk
 
 
 def test_room_is_counted_for_each_disk_and_in_what_the_servers_compute(tmp_path, monkeypatch):
-    """100 tokens of which the servers keep 1,000 bytes each, in two spools beside the store: 40,000 at most in the first, 100,000 in the other."""
+    """100 tokens of which the servers keep 1,000 bytes each, in two spools beside the store:
+
+    40,000 at most in the first, 100,000 in the other.
+    """
     one, other = tmp_path / "one", tmp_path / "other"
     plan = Plan(1, 100, (1, 2), 64, "float8_e4m3fn", 10**6, 10**9, 0.0)
     one.mkdir()
@@ -369,7 +376,9 @@ def test_room_is_counted_for_each_disk_and_in_what_the_servers_compute(tmp_path,
 
 
 def test_damage_that_a_run_meets_is_counted_once(job, serve, undisturbed, prompts, target):
-    """A shard is written again for one sample, and another of its samples turns out to be damaged: no longer skipped, still to come."""
+    """A shard is written again for one sample, and another of its samples turns out to be damaged:
+    no longer skipped, still to come.
+    """
     server = serve(lambda n: "nan" if n == 3 else "")
     config, run = job("disturbed", server)
     (bad,) = run().reasons
@@ -388,7 +397,9 @@ def test_damage_that_a_run_meets_is_counted_once(job, serve, undisturbed, prompt
 
 
 def test_repair_goes_on_until_the_store_is_whole(job, serve, undisturbed, prompts, target, capsys):
-    """The index is lost and with it what was known of a shard with an altered byte; the summary and the head are no better."""
+    """The index is lost and with it what was known of a shard with an altered byte; the summary and
+    the head are no better.
+    """
     server = serve()
     config, run = job("disturbed", server)
     run()
@@ -508,7 +519,7 @@ def test_fp8_halves_the_store_and_wide_dumps_hold_what_was_asked(job, serve, tar
     )
 
 
-# --- the real server -----------------------------------------------------------------------------------------------------------
+# --- the real server ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -530,7 +541,9 @@ def test_real_server_under_kills_of_client_scheduler_and_server(tmp_path, monkey
 def test_a_real_server_whose_spool_is_full_says_so_and_the_job_goes_on_elsewhere(
     data, target, prompts, monkeypatch
 ):
-    """The spool's quota holds one sample at most; with a folder that cannot be written the reason comes from the server's own thread."""
+    """The spool's quota holds one sample at most; with a folder that cannot be written the reason
+    comes from the server's own thread.
+    """
     config = Config.create(
         run_name="full",
         target=str(target.folder),

@@ -1,4 +1,6 @@
-"""Speculative decoding against plain decoding, Hugging Face's own generate, and loops without caches; sampled output against the exact distribution."""
+"""Speculative decoding against plain decoding, Hugging Face's own generate, and loops without
+caches; sampled output against the exact distribution.
+"""
 
 import itertools
 from types import SimpleNamespace
@@ -47,7 +49,9 @@ SETTINGS = [
     ids=["Llama", "Qwen3"],
 )
 def loaded(request, tmp_path_factory):
-    """A tiny target, its model without an end of text (responses of full length, unless a test sets an end), and a drafter that was taught on it."""
+    """A tiny target, its model without an end of text (responses of full length, unless a test sets
+    an end), and a drafter that was taught on it.
+    """
     family, dtype = request.param
     target = load_target(
         str(make_tiny_target(tmp_path_factory.mktemp("target") / "tiny", n_blocks=6, family=family))
@@ -120,7 +124,10 @@ def slow_states(model, tokens):
 
 
 def slow_probs(drafter, tokens, states, path):
-    """What the drafter thinks comes after `path`, drafted after the committed tokens: {target id: probability}. No cache: each slot run anew."""
+    """What the drafter thinks comes after `path`, drafted after the committed tokens:
+
+    {target id: probability}. No cache: each slot run anew.
+    """
     hidden, ids = drafter.fuse(states.to(drafter.fc.weight.dtype)), [*tokens[1:]]
     for token in path:
         out = drafter.extend(
@@ -187,7 +194,9 @@ def test_steps_equal_a_loop_without_caches(model, drafter, prompts, settings):
 
 @torch.no_grad()
 def test_tree_holds_the_best_of_all_texts_that_there_are(small):
-    """With top-k as large as the tree, nothing better was pruned: all 5 + 25 + 125 continuations are tried."""
+    """With top-k as large as the tree, nothing better was pruned: all 5 + 25 + 125 continuations
+    are tried.
+    """
     for prompt in ([1, 2, 3], [0, 4, 4, 5, 2, 1]):
         states = slow_states_of(small, prompt)
         scores = {(): 1.0}
@@ -205,7 +214,9 @@ def test_tree_holds_the_best_of_all_texts_that_there_are(small):
 
 
 def test_of_equal_scores_the_parent_comes_first(small):
-    """A drafter that is sure gives a child its parent's score; a child without its parent could not be verified."""
+    """A drafter that is sure gives a child its parent's score; a child without its parent could not
+    be verified.
+    """
     sure = Drafter(small.drafter.config, small.drafter.vocab).eval()
     sure.load_state_dict(small.drafter.state_dict())
     sure.lm_head.weight.data *= 1e4
@@ -260,7 +271,9 @@ def test_caches_hold_what_a_fresh_run_would(model, drafter, prompts, settings, m
 
 @pytest.mark.parametrize("settings", [(4, 1, 0), (3, 3, 10)], ids=str)
 def test_end_of_text_wherever_it_falls(model, drafter, prompts, settings, monkeypatch):
-    """The first tokens of a response, each in turn, are made the end of text: first token, bonus token, first to last of an accepted run."""
+    """The first tokens of a response, each in turn, are made the end of text: first token, bonus
+    token, first to last of an accepted run.
+    """
     places, left_out = set(), 0
     for prompt in prompts:
         whole = speculative_decode(model, EagleDraft(drafter, *settings), prompt, 20)
@@ -368,7 +381,8 @@ def test_settings_are_those_that_sglang_takes(drafter):
         EagleDraft(drafter, 2, 385)
 
 
-# Sampling: a target of 6 tokens, whose texts of 3 tokens can all be written down with their probabilities.
+# Sampling: a target of 6 tokens, whose texts of 3 tokens can all be written down with their
+# probabilities.
 
 
 @pytest.fixture(scope="module")
@@ -430,7 +444,9 @@ SAMPLED = {
 
 @pytest.fixture(scope="module")
 def exact(small):
-    """{text of 3 tokens: its probability} after the prompt, at temperature 0.8, from one pass over all of them."""
+    """{text of 3 tokens: its probability} after the prompt, at temperature 0.8, from one pass over
+    all of them.
+    """
     texts = list(itertools.product(range(6), repeat=N_TOK))
     with torch.no_grad():
         logits = (
@@ -444,7 +460,9 @@ def exact(small):
 
 
 class RememberedStream(TargetStream):
-    """A stream that runs the model once for the same text and drafts: thousands of draws in seconds."""
+    """A stream that runs the model once for the same text and drafts: thousands of draws in
+    seconds.
+    """
 
     known: dict = {}
 
@@ -504,7 +522,9 @@ def draw_texts(small, method, n):
 
 
 def chi_square(texts, exact) -> float:
-    """Probability of a distance from the exact distribution as large as this one, or larger; rare texts are one cell."""
+    """Probability of a distance from the exact distribution as large as this one, or larger; rare
+    texts are one cell.
+    """
     rare = {text for text, p in exact.items() if p * len(texts) < 5}
     cells = [([texts.count(text)], p) for text, p in exact.items() if text not in rare] + [
         ([sum(text in rare for text in texts)], sum(exact[text] for text in rare))
@@ -531,7 +551,9 @@ def test_sampled_texts_have_the_targets_distribution(small, exact, name, n, monk
 
 
 def test_sampled_text_owes_nothing_to_the_drafts(model, drafter, prompts):
-    """One draw of the target's for each token, wherever it is accepted: the same seed gives the same text with any drafts (but drawn ones)."""
+    """One draw of the target's for each token, wherever it is accepted: the same seed gives the
+    same text with any drafts (but drawn ones).
+    """
     methods = [
         EagleDraft(drafter, 3),
         EagleDraft(drafter, 3, 3, 10),
@@ -569,7 +591,9 @@ def certain(draft, logits, sampler):
 
 
 def forgetful(draft, logits, sampler):
-    """Wrong: children are accepted with p, but what was refused is not taken out of p for the next one and the bonus token."""
+    """Wrong: children are accepted with p, but what was refused is not taken out of p for the next
+    one and the bonus token.
+    """
     accepted, at = [], -1
     while True:
         p = sampler.probs(logits[at + 1])

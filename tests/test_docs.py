@@ -1,7 +1,9 @@
-"""README.md and docs/: every command runs here or says why not, what it prints is what it prints, links lead somewhere, tables of fields are those of real files,
-and the examples of extending.md are carried out on a copy of the repository, whose tests then pass.
+"""README.md and docs/: every command runs here or says why not, what it prints is what it prints,
+links lead somewhere, tables of fields are those of real files, and the examples of extending.md are
+carried out on a copy of the repository, whose tests then pass.
 
-The pages run in one world: a tiny target where they say /models/my-model, prompts where they say /prompts, a data folder of its own, a real server of that target.
+The pages run in one world: a tiny target where they say /models/my-model, prompts where they say
+/prompts, a data folder of its own, a real server of that target.
 """
 
 import argparse
@@ -41,7 +43,7 @@ from helpers.sweeps import FakeStore, made_counts
 from helpers.tiny import make_tiny_target
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 
 # How a block says that it does not run here.
@@ -53,17 +55,26 @@ MARKS = {
     "copy": "runs in a copy of the repository to which the page's examples were applied",
 }
 LONG = {  # commands of `bash long` blocks, and `make`: why they are not run, and what is
-    "make demo": "20 minutes; tests/test_notebooks.py runs the same notebooks with the smoke profile",
+    "make demo": "20 minutes; tests/test_notebooks.py runs the same notebooks, smaller",
     "make test": "it is what runs this",
+    "make test-unit": "it is a part of make test",
+    "make test-slow": "it holds what takes minutes each",
+    "make lint": "it is the first part of make test",
     "make doctor": "it makes .venv first; tests/test_doctor.py runs what it calls",
     "make lab": "it stays; tests/test_setup.py looks at the rules of the Makefile",
     "make report P=reference": "an hour; as make demo",
     "make report P=layers": "35 minutes; tests/test_sweep.py runs a small sweep",
-    "python -m eyas serve-check --profile my.yaml": "two more servers; tests/test_served.py runs it",
-    "python -m papermill notebooks/05_acceptance.ipynb mine-05.ipynb -f my.yaml": "minutes; tests/test_notebooks.py runs notebook 04 so",
+    "python -m eyas serve-check --profile my.yaml": (
+        "two more servers; tests/test_served.py runs it"
+    ),
+    "python -m papermill notebooks/05_acceptance.ipynb mine-05.ipynb -f my.yaml": (
+        "minutes; tests/test_notebooks.py runs notebook 04 so"
+    ),
     "python -m jupyterlab mine-05.ipynb": "it stays",
 } | {  # the study of one's own
-    f"python -m eyas {command.replace('MINE', '--profile my.yaml -p run_name my-layers')}": "a server and fifty trainings; tests/test_sweep.py runs a small sweep"
+    f"python -m eyas {command.replace('MINE', '--profile my.yaml -p run_name my-layers')}": (
+        "a server and fifty trainings; tests/test_sweep.py runs a small sweep"
+    )
     for command in (
         "server up MINE -p extra_boundaries all",
         "extract MINE -p extra_boundaries all",
@@ -157,7 +168,9 @@ def slugs(page: Path) -> set[str]:
 
 
 def eyas_arguments(command: str) -> list[str] | None:
-    """What stands behind `-m eyas`, up to the end of that command of a shell line; None where it is another program."""
+    """What stands behind `-m eyas`, up to the end of that command of a shell line; None where it is
+    another program.
+    """
     words = shlex.split(command)
     at = next((i for i in range(len(words) - 1) if words[i : i + 2] == ["-m", "eyas"]), None)
     if at is None or not any(word == "python" or word.endswith("/python") for word in words[:at]):
@@ -241,7 +254,9 @@ def resolve(dotted: str):
 
 @each_page
 def test_every_command_is_understood(page):
-    """By the parser of the command line, with settings that there are and values that they take; `make` targets exist."""
+    """By the parser of the command line, with settings that there are and values that they take;
+    `make` targets exist.
+    """
     makefile = (ROOT / "Makefile").read_text()
     profiles = {p.stem for p in PROFILES.glob("*.yaml")} | {
         word for p in PAGES for block in blocks(p) for word in block.words if word.endswith(".yaml")
@@ -314,7 +329,9 @@ def test_every_module_is_listed():
 
 
 def test_every_kind_of_command_runs_somewhere():
-    """What a page only names in a sentence, some page runs: each command of the command line that is named at all."""
+    """What a page only names in a sentence, some page runs: each command of the command line that
+    is named at all.
+    """
 
     def kind(arguments: list[str]) -> tuple[str, ...]:
         parser, words = build_parser(), []
@@ -351,6 +368,14 @@ def test_every_kind_of_command_runs_somewhere():
 # ---- running them
 
 
+PYTEST_RUNS = """
+import ast, sys, pytest
+for arguments in ast.literal_eval(sys.argv[1]):
+    if code := pytest.main(arguments):
+        sys.exit(f"pytest {arguments} ended with {code}")
+"""
+
+
 class World:
     """A folder in which the commands of the pages run, one after the other."""
 
@@ -380,12 +405,16 @@ class World:
         return Config.load(str(self.folder / "my.yaml"), **overrides)
 
     def run(self, page: Path) -> None:
+        tests = []  # arguments of each pytest command, run in one process when all else has run
         for block in blocks(page):
             if block.language == "yaml" and block.words:
                 (self.folder / block.words[0]).write_text(self.here(block.text))
             elif block.language == "bash" and not block.marks & {"gpu", "long", "peer"}:
                 self.said = []
                 for command in block.commands():
+                    if "copy" in block.marks and command.startswith("python -m pytest "):
+                        tests.append(shlex.split(command)[3:])
+                        continue
                     code, text = self.shell(self.here(command), "copy" in block.marks)
                     self.said += text.replace("\r", "\n").splitlines()
                     assert (code != 0) == ("fails" in block.marks), (
@@ -401,6 +430,9 @@ class World:
                 assert code == 0, f"{page.name}:\n{block.text}\n{text[-3000:]}"
             elif block.language == "text" and not block.words:
                 self.compare(page, block)
+        if tests:
+            code, text = self.process([sys.executable, "-c", PYTEST_RUNS, repr(tests)], copy=True)
+            assert code == 0, f"{page.name}: {tests}\n{text[-3000:]}"
 
     # ---- a copy of the repository, for what a page adds to it
 
@@ -427,7 +459,9 @@ class World:
         return folder
 
     def apply(self, block: Block) -> None:
-        """The text of the lines with a blank or `-` in front stands in the file once; that of the lines with a blank or `+` takes its place."""
+        """The text of the lines with a blank or `-` in front stands in the file once; that of the
+        lines with a blank or `+` takes its place.
+        """
         path = self.copy / block.words[0]
         lines = block.text.rstrip("\n").split("\n")
         assert all(line[:1] in (" ", "+", "-", "") for line in lines), block
@@ -465,7 +499,9 @@ class World:
         return done.returncode, done.stdout
 
     def shell(self, command: str, copy: bool) -> tuple[int, str]:
-        """Commands of eyas run in this process, which has imported everything already; others, and those of the copy, in one of their own."""
+        """Commands of eyas run in this process, which has imported everything already; others, and
+        those of the copy, in one of their own.
+        """
         arguments = eyas_arguments(command)
         if (
             copy
@@ -482,7 +518,9 @@ class World:
         return code, out.getvalue()
 
     def compare(self, page: Path, block: Block) -> None:
-        """Each line of the page is a line that was printed, in this order; numbers and names of sizes may be others, `...` is anything."""
+        """Each line of the page is a line that was printed, in this order; numbers and names of
+        sizes may be others, `...` is anything.
+        """
 
         def plain(line: str) -> str:
             line = line.replace(str(self.folder), "")
@@ -539,7 +577,9 @@ def test_commands_run(page, world):
 
 
 def documented(page: Path, heading: str) -> tuple[set[str], set[str]]:
-    """(names, those that are there only sometimes) in the first column of the table below a heading."""
+    """(names, those that are there only sometimes) in the first column of the table below a
+    heading.
+    """
     text = re.search(
         rf"^#+ {re.escape(heading)}\n(.*?)(?=^#)", page.read_text() + "\n#", re.M | re.S
     ).group(1)
@@ -565,7 +605,9 @@ def leaves(value, name: str = "") -> set[str]:
 
 
 def check_fields(page: Path, heading: str, found: set[str]) -> None:
-    """Each real field is in the table, by itself or under its parent, and each of the table is real."""
+    """Each real field is in the table, by itself or under its parent, and each of the table is
+    real.
+    """
     names, sometimes = documented(page, heading)
 
     def pattern(name: str) -> str:

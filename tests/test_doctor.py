@@ -1,4 +1,6 @@
-"""The doctor: each thing wrong is noticed and comes with what to type; the plugins are applied for real, once."""
+"""The doctor: each thing wrong is noticed and comes with what to type; the plugins are applied for
+real, once.
+"""
 
 import json
 import subprocess
@@ -63,9 +65,9 @@ def test_packages_missing_and_of_another_version(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "_installed", {"good-one": "1.0", "other-one": "3.1"}.get)
     check = doctor.check_packages(lock)
     assert check.ok is False
-    assert (
-        check.detail
-        == "1 of 3 as in requirements/cpu.txt; missing: absent; other version: other-one 3.1 (locked: 3.0)"
+    assert check.detail == (
+        "1 of 3 as in requirements/cpu.txt; missing: absent; other version: other-one 3.1 "
+        "(locked: 3.0)"
     )
     assert check.command.endswith("pip install --no-deps -r requirements/cpu.txt")
     monkeypatch.setattr(
@@ -97,7 +99,10 @@ def test_plugins_that_fail_hang_or_are_absent(tmp_path, monkeypatch, entry_point
     plugin(
         tmp_path,
         monkeypatch,
-        "def check():\n    print('noise of an import')\n    return {'version': '9', 'ok': False, 'detail': 'not applied: run_batch'}\n",
+        (
+            "def check():\n    print('noise of an import')\n    return {'version': '9', 'ok': "
+            "False, 'detail': 'not applied: run_batch'}\n"
+        ),
     )
     capture, cpu = doctor.check_plugins(("eyas_capture", "eyas_cpu"))
     assert (
@@ -134,7 +139,10 @@ def test_disk_and_memory(tmp_path):
     assert doctor.check_disk("data folder", folder, 1, "free some").ok and not folder.exists()
     check = doctor.check_disk("data folder", folder, 2**60, "free some")
     assert check.ok is False and check.command == "free some"
-    meminfo = "MemTotal:       16384000 kB\nMemFree:          100000 kB\nMemAvailable:    {} kB\nHugePages_Total:       0\n"
+    meminfo = (
+        "MemTotal:       16384000 kB\nMemFree:          100000 kB\nMemAvailable:    {} "
+        "kB\nHugePages_Total:       0\n"
+    )
     assert (
         doctor.check_memory(meminfo.format(8 * 2**20)).ok
         and doctor.check_memory(meminfo.format(2**20)).ok is False
@@ -160,7 +168,10 @@ def test_embedded_target_absent_or_altered(embedded, data):
 
 def test_it_works_without_any_package():
     """A Python with nothing installed gets the screen, not a traceback."""
-    code = "import sys; sys.path.insert(0, 'lib'); from eyas import cli; raise SystemExit(cli.main(['doctor']))"
+    code = (
+        "import sys; sys.path.insert(0, 'lib'); from eyas import cli; raise "
+        "SystemExit(cli.main(['doctor']))"
+    )
     done = subprocess.run(
         [sys.executable, "-S", "-I", "-c", code], cwd=ROOT, capture_output=True, text=True
     )
@@ -226,9 +237,9 @@ def test_a_config_alone_is_enough(tmp_path, capsys):
         and "not for quantised weights (compressed-tensors): -p device cuda" in out
     )
     assert (
-        "| modelopt       | Hugging Face backend | after      | 2, 30, 58   | 2, 30, 58  | 1, 29, 57 |"
-        in out
-    )
+        "| modelopt       | Hugging Face backend | after      | 2, 30, 58   | 2, 30, 58  "
+        "| 1, 29, 57 |"
+    ) in out
 
 
 @pytest.mark.parametrize(
@@ -239,14 +250,20 @@ def test_a_config_alone_is_enough(tmp_path, capsys):
             [
                 "ok    chat template        thinks: answers with thoughts (",
                 "without with -p chat_template_kwargs '{\"enable_thinking\": false}' (",
-                "-     several answers      the template rewrites earlier ones when more follows, the last is supervised alone",
+                (
+                    "-     several answers      the template rewrites earlier ones when more "
+                    "follows, the last is supervised alone"
+                ),
             ],
         ),
         (
             OPENS,
             [
                 "'{\"thinking\": false}' (",
-                "-     several answers      answers with thoughts: the template rewrites earlier ones",
+                (
+                    "-     several answers      answers with thoughts: the template rewrites "
+                    "earlier ones"
+                ),
             ],
         ),
         (STRIPS.replace("thinking", "no_switch"), ["thinks: answers with thoughts ("]),

@@ -1,4 +1,6 @@
-"""The drafter: step by step as in training, saved and loaded, and the start from the target's weights."""
+"""The drafter: step by step as in training, saved and loaded, and the start from the target's
+weights.
+"""
 
 import json
 
@@ -28,7 +30,9 @@ from helpers.tiny import make_tiny_target
     "switches", [{}, {"fc_norm": True, "norm_output": True}], ids=["plain", "norms"]
 )
 def test_extend_with_a_cache_equals_training_at_the_same_slots(switches):
-    """What serving computes, slot by slot with keys and values kept and rolled back, is what training unrolls."""
+    """What serving computes, slot by slot with keys and values kept and rolled back, is what
+    training unrolls.
+    """
     drafter, n_steps = make_drafter(**switches), 4
     sample = make_sample([0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 1, 0])
     batch = pack(
@@ -195,7 +199,10 @@ def test_refused_with_what_is_wrong(saved, target, tmp_path):
     _, folder = saved
     with pytest.raises(
         EyasError,
-        match="no drafter in 'drafter' of run 'theirs'.*eyas train -p run_name theirs.*import-drafter FOLDER -p run_name theirs",
+        match=(
+            "no drafter in 'drafter' of run 'theirs'.*eyas train -p run_name "
+            "theirs.*import-drafter FOLDER -p run_name theirs"
+        ),
     ):
         load_drafter(tmp_path / "theirs" / "drafter", target)
     other = load_target(str(make_tiny_target(tmp_path / "other", n_blocks=6, seed=1)))

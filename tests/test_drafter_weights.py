@@ -1,4 +1,7 @@
-"""Which weights of a training are exported and judged: said, and one setting away. Through the commands."""
+"""Which weights of a training are exported and judged: said, and one setting away.
+
+Through the commands.
+"""
 
 import json
 
@@ -30,7 +33,9 @@ def target(tmp_path_factory):
 
 @pytest.fixture
 def trained(data, target, monkeypatch):  # noqa: F811
-    """A finished run whose held-out acceptance is best after the second of three passes; gives its configuration."""
+    """A finished run whose held-out acceptance is best after the second of three passes; gives its
+    configuration.
+    """
     config = Config.create(run_name="x", target=str(target.folder))
     write_random_store(config.store_dir, target)
     said = iter(LENGTHS)
@@ -70,7 +75,9 @@ def test_train_and_export_say_which_weights_these_are(trained, target, capsys): 
 
 
 def test_the_best_weights_are_one_setting_away(trained, target, capsys):  # noqa: F811
-    """`export`, `walk` and `decode` use them, say so in what they write, and leave what is there of the last ones."""
+    """`export`, `walk` and `decode` use them, say so in what they write, and leave what is there of
+    the last ones.
+    """
     folder = trained.drafter_dir
     assert not equal(
         weights_of(folder / "drafter.safetensors"), weights_of(folder / "best.safetensors")
@@ -158,6 +165,6 @@ def test_a_training_that_stops_early_says_that_it_is_the_best(data, target, monk
     steps = read_record(config.drafter_dir)["steps"]
     out = capsys.readouterr().out
     assert (
-        f"best at step {steps} (1.700), last at step {3 * steps} (1.300); this drafter is the best\n"
-        in out
-    )
+        f"best at step {steps} (1.700), last at step {3 * steps} (1.300); this drafter is "
+        f"the best\n"
+    ) in out

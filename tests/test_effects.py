@@ -55,7 +55,9 @@ def target(tmp_path_factory):
 
 @functools.cache
 def module(name: str):
-    """(syntax tree, its functions and classes, their texts, what it imports) of a module of eyas; None where there is none."""
+    """(syntax tree, its functions and classes, their texts, what it imports) of a module of eyas;
+    None where there is none.
+    """
     path = source_of(name)
     if not path.is_file():
         return None
@@ -73,7 +75,9 @@ def module(name: str):
 
 @functools.cache
 def named(text: str) -> frozenset[str]:
-    """Settings that a text reads from a configuration, also by way of Config's properties and methods."""
+    """Settings that a text reads from a configuration, also by way of Config's properties and
+    methods.
+    """
     names = set(
         re.findall(
             r"(?<![.\w])(?:config|run|serving|self\.config|_config\(args\))\.([a-z_0-9]+)", text
@@ -89,7 +93,9 @@ def named(text: str) -> frozenset[str]:
 
 
 def reached(start: str) -> set[str]:
-    """Settings that the code which a command reaches reads, by names alone: too many rather than too few."""
+    """Settings that the code which a command reaches reads, by names alone: too many rather than
+    too few.
+    """
     found, seen, waiting = set(), set(), {("cli", start)}
     while waiting:
         place = waiting.pop()
@@ -126,7 +132,7 @@ def reached(start: str) -> set[str]:
 
 @pytest.mark.parametrize("command", STARTS)
 def test_the_table_names_what_the_commands_code_reads(command):
-    """Nothing that is reached is missing, or a setting with an effect would be said to have none."""
+    """The table lacks nothing that is reached: it would call a setting with an effect idle."""
     missing = reached(STARTS[command]) - READS[command]
     assert not missing, f"{command} reads {sorted(missing)}"
 
@@ -234,7 +240,9 @@ def test_a_setting_with_an_effect_is_not_said_to_have_none(data, target, capsys)
 
 
 def test_train_samples_and_heldout_samples_are_obeyed(data, target, capsys):  # noqa: F811
-    """The training of a part is that of a store which has only that part; with as many as the store has, it is that of the whole store."""
+    """The training of a part is that of a store which has only that part; with as many as the store
+    has, it is that of the whole store.
+    """
     write_random_store(
         Config.create(run_name="whole").store_dir, target, n_samples=12
     )  # heldout: s5, s11
@@ -265,8 +273,8 @@ def test_train_samples_and_heldout_samples_are_obeyed(data, target, capsys):  # 
     assert len(Store.open(Config.create(run_name="whole").store_dir).samples("train")) == 10
     assert main(["train", *options(target, "whole")]) == 2
     assert (
-        "another training: train_samples 7, now all of the store, heldout_samples 1, now all of the store"
-        in capsys.readouterr().err
-    )
+        "another training: train_samples 7, now all of the store, heldout_samples 1, now "
+        "all of the store"
+    ) in capsys.readouterr().err
     assert main(["train", *options(target, "part", train_samples="7", heldout_samples="1")]) == 0
     assert "trained already" in capsys.readouterr().out

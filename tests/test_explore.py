@@ -1,4 +1,6 @@
-"""The picker: its numbers are the head's own, what stands there without a script is the first choice, and a browser shows the others."""
+"""The picker: its numbers are the head's own, what stands there without a script is the first
+choice, and a browser shows the others.
+"""
 
 import html
 import re
@@ -96,9 +98,12 @@ CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
 )
 def test_a_browser_shows_what_is_chosen(store, target, tmp_path):
     lenses = [lens(store, id, store.head()) for id in store.samples()[:3]]
-    choose = """<script>const all = document.querySelector('.eyas-picker'), change = (name, set) => { set(all.querySelector('[name=' + name + ']'));
-        all.querySelector('[name=' + name + ']').dispatchEvent(new Event('input', {bubbles: true})); };
-        change('sample', e => e.selectedIndex = 1); change('boundary', e => e.selectedIndex = 0); all.querySelectorAll('[data-sample]')[1].querySelectorAll('span')[5].click();</script>"""
+    choose = """<script>const all = document.querySelector('.eyas-picker'), change = (name, set) \
+=> { set(all.querySelector('[name=' + name + ']'));
+        all.querySelector('[name=' + name + ']').dispatchEvent(new Event('input', {bubbles: \
+true})); };
+        change('sample', e => e.selectedIndex = 1); change('boundary', e => e.selectedIndex = 0); \
+all.querySelectorAll('[data-sample]')[1].querySelectorAll('span')[5].click();</script>"""
     (tmp_path / "page.html").write_text(
         f"<!doctype html><meta charset=utf-8>{picker(lenses, target.tokenizer())}{choose}"
     )

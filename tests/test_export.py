@@ -1,4 +1,6 @@
-"""Layer ids against SGLang's own functions, exports against SGLang's own model, and drafter files with something wrong in them."""
+"""Layer ids against SGLang's own functions, exports against SGLang's own model, and drafter files
+with something wrong in them.
+"""
 
 import ast
 import functools
@@ -48,7 +50,8 @@ from helpers.tiny import make_tiny_target
 NOT_IN_THE_TABLE = {  # of SGLang's classes that have the method
     "drafters": re.compile("NextN$|Eagle3?$|MTP$|Assistant"),
     "several media, or embeddings": re.compile(
-        "^(Cosmos3|Gemma3For|Gemma4.*Conditional|Glm5Next|Intern|Llama4|Qwen.*(VL|3_5|4Exp)|EmbeddingGemma|MindSpore)"
+        "^(Cosmos3|Gemma3For|Gemma4.*Conditional|Glm5Next|Intern|Llama4|Qwen.*(VL|3_5|"
+        "4Exp)|EmbeddingGemma|MindSpore)"
     ),
     "a capture of their own, which nobody has read yet": re.compile(
         "^(Gemma3ForCausalLM|IQuestCoder|LongcatFlash|Mellum|Ministral3|Sarvam|TeleFLM)"
@@ -58,7 +61,9 @@ NOT_IN_THE_TABLE = {  # of SGLang's classes that have the method
 
 @functools.cache
 def sglang_method(architecture: str):
-    """`set_eagle3_layers_to_capture` of the class that SGLang serves an architecture with, compiled alone."""
+    """`set_eagle3_layers_to_capture` of the class that SGLang serves an architecture with, compiled
+    alone.
+    """
     parallel = SimpleNamespace(pp_group=SimpleNamespace(is_last_rank=True))
     names = {"Optional": Optional, "List": List, "get_parallel": lambda: parallel}  # noqa: UP006
     exec(
@@ -73,7 +78,9 @@ def sglang_method(architecture: str):
 
 
 def captured(architecture: str, ids: list[int] | None, n_blocks: int) -> list[int]:
-    """The boundaries that SGLang captures for these ids: its method sets the blocks before which it does, in ascending order."""
+    """The boundaries that SGLang captures for these ids: its method sets the blocks before which it
+    does, in ascending order.
+    """
     model = SimpleNamespace(
         layers_to_capture=[], layers=[SimpleNamespace() for _ in range(n_blocks)]
     )
@@ -128,7 +135,9 @@ def read(ids, architecture: str, n: int, engine: str = SGLANG) -> tuple[int, ...
 
 
 def sglang_reads(ids, architecture: str, n: int) -> tuple[int, ...]:
-    """What SGLang captures, () where that is nothing for some id: a block that isn't there, or boundary N where the loop ends before it."""
+    """What SGLang captures, () where that is nothing for some id: a block that isn't there, or
+    boundary N where the loop ends before it.
+    """
     theirs = captured(architecture, list(ids), n)
     return () if theirs[-1] > n - (architecture != "GptOssForCausalLM") else tuple(theirs)
 
@@ -162,7 +171,8 @@ def test_every_class_that_can_capture_is_in_the_table_or_left_out_for_a_reason()
 
 
 def test_known_rows_of_layer_ids():
-    # TRAPS: ids 1, 14, 26 of a 30-layer Llama were boundaries 2, 15, 27, measured; Kimi-K2.5 at [3, 31, 59] is boundaries 3, 31, 59;
+    # TRAPS: ids 1, 14, 26 of a 30-layer Llama were boundaries 2, 15, 27, measured; Kimi-K2.5 at [3,
+    # 31, 59] is boundaries 3, 31, 59;
     # gpt-oss-120b heads at [24, 30, 36] (N = 36) and at [1, 17, 32]
     assert engine_ids((2, 15, 27), "LlamaForCausalLM", 30) == [1, 14, 26]
     assert engine_ids((3, 31, 59), "KimiK25ForConditionalGeneration", 61) == [3, 31, 59]
@@ -187,7 +197,9 @@ def test_known_rows_of_layer_ids():
     ],
 )
 def test_other_engines(engine, ids, boundaries):
-    """The rows of the table of traps, for a Llama of 30 blocks: trainers count blocks, engines what enters one; the defaults agree but for speculators 0.3 and 0.4."""
+    """The rows of the table of traps, for a Llama of 30 blocks: trainers count blocks, engines what
+    enters one; the defaults agree but for speculators 0.3 and 0.4.
+    """
     assert (
         engine_boundaries(ids, "LlamaForCausalLM", 30, engine) == boundaries
         and engine_ids(boundaries, "LlamaForCausalLM", 30, engine) == ids
@@ -264,8 +276,11 @@ def drafter(target):
 
 @pytest.mark.parametrize(
     "switches",
-    [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_fc": True, "rope_scaling": LLAMA3}],
-    ids=["plain", "norms", "imported"],
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.slow),
+        pytest.param({"fc_norm": True, "norm_output": True}, id="norms"),
+        pytest.param({"norm_before_fc": True, "rope_scaling": LLAMA3}, id="imported"),
+    ],
 )
 @torch.no_grad()
 def test_sglangs_own_model_loads_the_export_and_agrees(target, tmp_path, switches):
@@ -374,7 +389,9 @@ def rewrite(folder: Path, change) -> None:
 
 
 def test_midlayer_names_and_another_order_of_the_vocabulary(target, drafter, tmp_path):
-    """EAGLE's own names; Model-Optimizer keeps the vocabulary in order of frequency, and nobody needs t2d."""
+    """EAGLE's own names; Model-Optimizer keeps the vocabulary in order of frequency, and nobody
+    needs t2d.
+    """
     folder = export_sglang(drafter, target, tmp_path / "export")
     order = torch.randperm(200, generator=torch.Generator().manual_seed(1))
 
@@ -502,7 +519,9 @@ def as_others_save(
 
 
 def test_eagles_own_checkpoint(target, drafter, tmp_path):
-    """Names of EAGLE's code, float16 in pytorch_model.bin, no layer ids, no further sizes, the target's embedding in it."""
+    """Names of EAGLE's code, float16 in pytorch_model.bin, no layer ids, no further sizes, the
+    target's embedding in it.
+    """
 
     def change(weights, config):
         for name in [name for name in weights if name.startswith("layers.0.")]:
@@ -605,7 +624,9 @@ def test_whose_ids(target, drafter, tmp_path):
 
 
 def test_import_is_a_run_of_its_own(target, drafter, tmp_path, monkeypatch, capsys):
-    """The command writes an ordinary drafter, with its record; a second one is refused; what is judged is this run's store where that run has none."""
+    """The command writes an ordinary drafter, with its record; a second one is refused; what is
+    judged is this run's store where that run has none.
+    """
     monkeypatch.setenv("EYAS_DATA", str(tmp_path / "data"))
     folder = export_speculators(drafter, target, tmp_path / "theirs", 3)
     config = json.loads((folder / "config.json").read_text())
@@ -694,7 +715,9 @@ def test_weights_that_are_not_weights(target, drafter, tmp_path, spoil, message)
 def drafted(
     drafter: Drafter, input_ids: torch.Tensor, states: torch.Tensor, steps: int
 ) -> torch.Tensor:
-    """Logits [steps, slots, D] as serving computes them: step s at slot j, its drafts being the text's own tokens."""
+    """Logits [steps, slots, D] as serving computes them: step s at slot j, its drafts being the
+    text's own tokens.
+    """
     hidden, rows = drafter.fuse(states), []
     for slot in range(len(input_ids) - 1 - steps):
         cache, row = DraftCache(), []
@@ -716,11 +739,13 @@ given = load_file(sys.argv[2])
 def run(folder):
     config = SpeculatorModelConfig.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"
-    model, logits = SpeculatorModel.from_pretrained(folder, config=config, dtype=torch.float32).eval(), []
+    model, logits = SpeculatorModel.from_pretrained(folder, config=config, \
+dtype=torch.float32).eval(), []
     model.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output[0]))
     ids, n = given["ids"], len(given["ids"]) - 1
     with torch.no_grad():
-        model(given["states"][None, :n], ids[None, 1:], torch.zeros(1, n, dtype=torch.long), ttt_steps=2)
+        model(given["states"][None, :n], ids[None, 1:], torch.zeros(1, n, dtype=torch.long), \
+ttt_steps=2)
     return model, torch.stack(logits)
 """
 
@@ -758,7 +783,8 @@ def taken(id, folder):
         return resolve_target_layer_ids([id], folder) == [id]
     except ValueError:
         return False
-found = {n: (resolve_target_layer_ids(None, f"{sys.argv[2]}/{n}"), [id for id in range(-2, n + 3) if taken(id, f"{sys.argv[2]}/{n}")]) for n in map(int, sys.argv[3:])}
+found = {n: (resolve_target_layer_ids(None, f"{sys.argv[2]}/{n}"), [id for id in range(-2, n + 3) \
+if taken(id, f"{sys.argv[2]}/{n}")]) for n in map(int, sys.argv[3:])}
 """,
         str(tmp_path / "found.pt"),
         str(tmp_path),
@@ -777,7 +803,9 @@ found = {n: (resolve_target_layer_ids(None, f"{sys.argv[2]}/{n}"), [id for id in
 
 @pytest.mark.peer
 def test_layer_ids_of_speculators_before_0_5(tmp_path):
-    """Its own default, and its own loop over the blocks (run alone: it asks for vLLM), each of which adds 1 to what it is given: a state says how many it has passed."""
+    """Its own default, and its own loop over the blocks (run alone: it asks for vLLM), each of
+    which adds 1 to what it is given: a state says how many it has passed.
+    """
     found = peer(
         "EYAS_PEER_SPECULATORS_V1",
         "speculators==0.3.0",
@@ -786,9 +814,11 @@ import ast, importlib.util
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-folder = Path(importlib.util.find_spec("speculators").submodule_search_locations[0]) / "data_generation"
+folder = Path(importlib.util.find_spec("speculators").submodule_search_locations[0]) / \
+"data_generation"
 tree = ast.parse((folder / "vllm_hidden_states_generator.py").read_text())
-default = next(n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "self.layer_ids" and isinstance(n.value, ast.List))
+default = next(n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and \
+ast.unparse(n.targets[0]) == "self.layer_ids" and isinstance(n.value, ast.List))
 tree = ast.parse((folder / "custom_worker.py").read_text())
 forward = next(n for n in tree.body if getattr(n, "name", "") == "_patched_forward")
 group = SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0)
@@ -799,7 +829,8 @@ for n in map(int, sys.argv[2:]):
     ids, kept = eval(ast.unparse(default), {"num_layers": n}), []
     layers = [lambda hidden_states, positions, residual: (hidden_states + 1, 0)] * n
     extension = SimpleNamespace(_layer_ids=frozenset(ids), _store_captured_states=kept.extend)
-    model = SimpleNamespace(_extension=extension, layers=layers, start_layer=0, end_layer=n, norm=lambda states, residual: (states, residual))
+    model = SimpleNamespace(_extension=extension, layers=layers, start_layer=0, end_layer=n, \
+norm=lambda states, residual: (states, residual))
     names["_patched_forward"](model, None, None, inputs_embeds=torch.zeros(()))
     found[n] = ids, [int(state) for state in kept]
 """,
@@ -824,7 +855,8 @@ def test_specforges_own_layer_ids(tmp_path):
 from types import SimpleNamespace
 from specforge.algorithms.model_providers import resolve_eagle_capture_layers
 run = SimpleNamespace(model=SimpleNamespace(aux_hidden_state_layer_ids=None))
-found = {n: resolve_eagle_capture_layers(run, {}, SimpleNamespace(num_hidden_layers=n)) for n in map(int, sys.argv[2:])}
+found = {n: resolve_eagle_capture_layers(run, {}, SimpleNamespace(num_hidden_layers=n)) for n in \
+map(int, sys.argv[2:])}
 """,
         str(tmp_path / "found.pt"),
         *map(str, BLOCKS),
@@ -857,7 +889,8 @@ def test_speculators_loads_the_export_and_agrees_and_we_load_what_it_saves(
         + """
 model, logits = run(sys.argv[3])
 model.save_pretrained(sys.argv[4])
-found = {"logits": logits, "class": type(model).__name__, "tok": model.config.speculators_config.proposal_methods[0].speculative_tokens}
+found = {"logits": logits, "class": type(model).__name__, "tok": \
+model.config.speculators_config.proposal_methods[0].speculative_tokens}
 """,
         str(tmp_path / "found.pt"),
         given,
@@ -873,7 +906,9 @@ found = {"logits": logits, "class": type(model).__name__, "tok": model.config.sp
 @pytest.mark.peer
 @torch.no_grad()
 def test_what_specforge_saves_is_loaded_and_agrees(target, tmp_path, text):
-    """Its own model class with random weights, its own save_pretrained; the first draft step of each slot."""
+    """Its own model class with random weights, its own save_pretrained; the first draft step of
+    each slot.
+    """
     ids, states, given = text
     found = peer(
         "EYAS_PEER_SPECFORGE",
@@ -886,19 +921,25 @@ from specforge.modeling.auto import AutoDraftModel
 from transformers import LlamaConfig
 given = load_file(sys.argv[2])
 torch.manual_seed(0)
-config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    max_position_embeddings=1024, rms_norm_eps=1e-5, tie_word_embeddings=False, pad_token_id=2, architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=200)
-model = AutoDraftModel.from_config(config, attention_backend="sdpa", torch_dtype=torch.float32).eval()
+config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=1, \
+num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    max_position_embeddings=1024, rms_norm_eps=1e-5, tie_word_embeddings=False, pad_token_id=2, \
+architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=200)
+model = AutoDraftModel.from_config(config, attention_backend="sdpa", \
+torch_dtype=torch.float32).eval()
 for name, weight in model.named_parameters():
-    weight.data.uniform_(0.5, 1.5) if "norm" in name else weight.data.normal_(std=weight.shape[-1] ** -0.5)
+    weight.data.uniform_(0.5, 1.5) if "norm" in name else weight.data.normal_(std=weight.shape[-1] \
+** -0.5)
 model.load_embedding(sys.argv[3])
 ids = torch.randperm(512)[:200].sort().values
 model.d2t.copy_(ids - torch.arange(200)); model.t2d.zero_(); model.t2d[ids] = True
 n = len(given["ids"]) - 1
 with torch.no_grad():
     hidden = model.project_hidden_states(given["states"][None, :n])
-    mask = model.prepare_decoder_attention_mask(torch.ones(1, n, dtype=torch.bool), hidden, 1, n, 0) if hasattr(model, "prepare_decoder_attention_mask") else None
-    out = model.backbone(model.embed_input_ids(given["ids"][None, 1:]), hidden, [[], []], mask, torch.arange(n)[None])
+    mask = model.prepare_decoder_attention_mask(torch.ones(1, n, dtype=torch.bool), hidden, 1, n, \
+0) if hasattr(model, "prepare_decoder_attention_mask") else None
+    out = model.backbone(model.embed_input_ids(given["ids"][None, 1:]), hidden, [[], []], mask, \
+torch.arange(n)[None])
     found = {"logits": model.compute_logits(out)[0]}
 model.save_pretrained(sys.argv[4])
 """,

@@ -1,8 +1,10 @@
-"""The whole road for families of targets, each a tiny random checkpoint on a real server: capture, parity, training, export, serving with a drafter.
+"""The whole road for families of targets, each a tiny random checkpoint on a real server: capture,
+parity, training, export, serving with a drafter.
 
-Qwen3 (norms on queries and keys), Qwen3-MoE, and the shape of DeepSeek-V3 and Kimi-K2.5: latent attention, yarn, a dense block and then experts.
-Llama's road is the embedded target's, in the other tests. float32 throughout: in bf16 a router's ties send tokens to other experts. What of
-Kimi-K2.5 can't run here, its wrapper and its quantised experts, is compared with its class's own source.
+Qwen3 (norms on queries and keys), Qwen3-MoE, and the shape of DeepSeek-V3 and Kimi-K2.5: latent
+attention, yarn, a dense block and then experts. Llama's road is the embedded target's, in the other
+tests. float32 throughout: in bf16 a router's ties send tokens to other experts. What of Kimi-K2.5
+can't run here, its wrapper and its quantised experts, is compared with its class's own source.
 """
 
 import ast
@@ -49,8 +51,10 @@ IDS = {
     "DeepseekV3": [4, 5, 1],
 }  # of boundaries 1, 4, 5; DeepSeek reads a first id of 1 as boundary 2
 CHAIN, TREE = (3, 1, 0), (3, 3, 8)  # steps, topk, draft tokens
-# What a family is served with: shape of the drafts, and layer ids other than the export's, with the boundaries that they are to SGLang. Of Qwen3, whose attention is
-# Llama's, a chain; trees of latent attention have a pool of their own whose rows are moved. DeepSeek's chain is asked for by ids of which the first is 1.
+# What a family is served with: shape of the drafts, and layer ids other than the export's, with the
+# boundaries that they are to SGLang. Of Qwen3, whose attention is
+# Llama's, a chain; trees of latent attention have a pool of their own whose rows are moved.
+# DeepSeek's chain is asked for by ids of which the first is 1.
 SERVED = {
     "Qwen3": [(CHAIN, None, (1, 4, 5))],
     "Qwen3Moe": [(TREE, None, (1, 4, 5))],
@@ -59,7 +63,10 @@ SERVED = {
 ROUNDING = 1e-4  # of float32 through eight blocks, relative, of the worst token
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[FAMILIES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[1:])],
+)
 def case(request, tmp_path_factory):
     """(config, server, target, Hugging Face's model) of a family; EYAS_DATA is its own."""
     from transformers import AutoModelForCausalLM
@@ -186,8 +193,10 @@ def test_greedy_text_of_a_batch_is_hugging_faces(case):
 
 
 def test_a_drafter_is_served(case, tmp_path):
-    """Its output is the plain server's, also on prefixes that the cache holds; the running server feeds it the boundaries that its ids mean there; and
-    each verify step accepts what ours does with those."""
+    """Its output is the plain server's, also on prefixes that the cache holds; the running server
+    feeds it the boundaries that its ids mean there; and each verify step accepts what ours does
+    with those.
+    """
     config, plain, target, model = case
     model.config.eos_token_id = model.generation_config.eos_token_id = (
         None  # ours go on behind it too
@@ -241,7 +250,9 @@ def test_a_drafter_is_served(case, tmp_path):
 
 
 def file_of(file: str, name: str) -> str:
-    """Where a class is defined that a model file uses: there, or in one that it imports from, nearest first."""
+    """Where a class is defined that a model file uses: there, or in one that it imports from,
+    nearest first.
+    """
     classes, _, imports = sglang_classes()
     files = [file]
     while (files[0], name) not in classes:
@@ -254,7 +265,9 @@ def file_of(file: str, name: str) -> str:
 
 @pytest.mark.parametrize("architecture", FAMILY_NAMES)
 def test_the_plugin_hooks_the_blocks_at_which_sglang_captures(architecture):
-    """The blocks that `doctor` names hand their `attn_boundary` what their stack gives them to capture with, and the pre-hook takes the very call by which that stack runs them."""
+    """The blocks that `doctor` names hand their `attn_boundary` what their stack gives them to
+    capture with, and the pre-hook takes the very call by which that stack runs them.
+    """
     classes, entries, _ = sglang_classes()
     file, found = entries[architecture], family(architecture)
     assert (
@@ -269,7 +282,10 @@ def test_the_plugin_hooks_the_blocks_at_which_sglang_captures(architecture):
         )
         assert any(
             c.ok is False
-            and "no blocks with a stage boundary whose forward names hidden_states and forward_batch"
+            and (
+                "no blocks with a stage boundary whose forward names hidden_states and "
+                "forward_batch"
+            )
             in c.detail
             for c in check_family(architecture)
         )
@@ -307,7 +323,9 @@ def test_the_plugin_hooks_the_blocks_at_which_sglang_captures(architecture):
 
 
 def check_hook(forward: ast.FunctionDef, args: list[str], kwargs: dict[str, str]) -> None:
-    """Each argument stands for itself: rows are of the states and the batch that the block is called with, and of all that it is called with only the states are another."""
+    """Each argument stands for itself: rows are of the states and the batch that the block is
+    called with, and of all that it is called with only the states are another.
+    """
     arguments = copy.deepcopy(forward.args)
     for a in (*arguments.args, *arguments.kwonlyargs):
         a.annotation = None
@@ -411,7 +429,9 @@ def test_kimi_hands_its_ids_to_deepseek():
 
 
 def test_a_target_that_wraps_its_language_model(tmp_path):
-    """Kimi-K2.5's folder: sizes under text_config, weights under language_model; head, embedding and a first drafter are the language model's."""
+    """Kimi-K2.5's folder: sizes under text_config, weights under language_model; head, embedding
+    and a first drafter are the language model's.
+    """
     folder = make_tiny_target(tmp_path / "tiny", n_blocks=8, family="DeepseekV3")
     plain = load_target(str(folder))
     config, weights = (

@@ -1,4 +1,6 @@
-"""Other projects' files against Hugging Face's own states, against `datasets`, and, where they are installed, against their own readers."""
+"""Other projects' files against Hugging Face's own states, against `datasets`, and, where they are
+installed, against their own readers.
+"""
 
 import gzip
 import os
@@ -49,7 +51,9 @@ def model(target):
 
 @pytest.fixture(scope="module")
 def samples(model, target) -> list[Rows]:
-    """What Hugging Face's model computes: boundaries 1, 2, 3 from its hidden states, N as the last block gives it, before the norm."""
+    """What Hugging Face's model computes: boundaries 1, 2, 3 from its hidden states, N as the last
+    block gives it, before the norm.
+    """
     rows, last, g = [], [], torch.Generator().manual_seed(0)
     hook = model.model.layers[-1].register_forward_hook(
         lambda module, args, out: last.append(out[0] if isinstance(out, tuple) else out)
@@ -127,7 +131,7 @@ def config_for(target, **values) -> Config:
 
 
 def tensors_of(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Path in the folder -> every tensor of that file, as torch and safetensors themselves read it."""
+    """Return {path in the folder: every tensor of that file, as torch and safetensors read it}."""
     found = {}
     for path in sorted(
         p for p in folder.rglob("*") if p.suffix in (".pt", ".ckpt", ".safetensors")
@@ -359,7 +363,9 @@ def test_a_data_set_of_datasets_own_making(data, target, files, exported, sample
 
 
 def test_fp8_states_of_speculators(data, target, files, samples):
-    """Dequantised by the arithmetic of their reader: both factors rounded to bfloat16, then the product."""
+    """Dequantised by the arithmetic of their reader: both factors rounded to bfloat16, then the
+    product.
+    """
     for i, sample in enumerate(samples):
         states = torch.stack(list(sample.states.values()), dim=1).float()  # [T, 4, H]
         scale = states.abs().amax(dim=(1, 2), keepdim=True) / 448
@@ -386,7 +392,9 @@ def test_fp8_states_of_speculators(data, target, files, samples):
 def test_an_imported_store_gives_the_targets_own_logits(
     data, target, model, samples, exported, name
 ):
-    """Whether its last states stand before or after the norm: the store's head gives what Hugging Face's model gives, to bf16 rounding."""
+    """Whether its last states stand before or after the norm: the store's head gives what Hugging
+    Face's model gives, to bf16 rounding.
+    """
     store = import_store(config_for(target), target, name, exported[name]).store
     last = store.read(store.samples()[2], (N,))["states"][N]
     logits = normed64(samples[2].states[N], target) @ target.tensor("lm_head.weight").double().T
@@ -397,7 +405,10 @@ def test_an_imported_store_gives_the_targets_own_logits(
 
 
 def test_an_imported_store_trains_like_the_one_it_came_from(data, target, store, exported):
-    """Before the norm: the very same weights. After it: the same but for the rounding of the teacher's states."""
+    """Before the norm: the very same weights.
+
+    After it: the same but for the rounding of the teacher's states.
+    """
     common = dict(
         draft_vocab_size=64, epochs=1.0, batch_tok=128, train_dtype="float32", without_parity=True
     )
@@ -457,7 +468,9 @@ def test_states_that_are_not_what_the_format_says_are_asked_about(
 
 
 def test_the_two_witnesses():
-    """A head that predicts the text speaks up; one that contradicts the RMS, or a norm weight of zero with a head that predicts nothing, leaves it open."""
+    """A head that predicts the text speaks up; one that contradicts the RMS, or a norm weight of
+    zero with a head that predicts nothing, leaves it open.
+    """
     g = torch.Generator().manual_seed(0)
     H = V = 64
     weight = torch.rand(H, generator=g) + 0.5
@@ -480,7 +493,8 @@ def test_the_two_witnesses():
     )
     assert check(pre, seeing).norm == PRE and check(pre, seeing).nll[PRE] < 2
     assert check(pre, blind, weight * (torch.arange(H) > 0)).norm == ""
-    # A head that wants states 30 times as large as the norm makes them predicts well only when it is given these; their RMS says the norm made them.
+    # A head that wants states 30 times as large as the norm makes them predicts well only when it
+    # is given these; their RMS says the norm made them.
     loud = seeing / 30
     assert check(post * 30, loud).norm == "" and check(post * 30, loud).unit_share == 0
 
@@ -832,7 +846,8 @@ def test_speculators_v1_reads_ours(exported, samples, tmp_path):
 import builtins
 builtins.torch = torch  # this release forgets the import beside a newer transformers
 from speculators.train.data import Eagle3SampleFileDataset, standardize_data_v1
-rows = Eagle3SampleFileDataset(4096, sys.argv[2], hidden_states_dtype=torch.bfloat16, standardize_fn=standardize_data_v1)
+rows = Eagle3SampleFileDataset(4096, sys.argv[2], hidden_states_dtype=torch.bfloat16, \
+standardize_fn=standardize_data_v1)
 found = {path.name: rows[i] for i, path in enumerate(rows.data)}
 """,
         str(tmp_path / "found.pt"),
@@ -862,7 +877,8 @@ from specforge.algorithms.eagle3.data import normalize_offline_sample
 from specforge.runtime.data_plane.feature_store import LocalFeatureStore
 from specforge.runtime.data_plane.offline_reader import OfflineManifestReader
 refs, features = OfflineManifestReader(sys.argv[2], validate_files=True).read(), LocalFeatureStore()
-found = {ref.feature_store_uri.rsplit("/", 1)[1]: normalize_offline_sample(features.get(ref)[0], 4096) for ref in refs}
+found = {ref.feature_store_uri.rsplit("/", 1)[1]: normalize_offline_sample(features.get(ref)[0], \
+4096) for ref in refs}
 """,
         str(tmp_path / "found.pt"),
         str(exported["specforge"]),

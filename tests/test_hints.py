@@ -29,7 +29,9 @@ TREE = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A data folder with a drafter of run `mine`, of a tiny target in a folder whose name a shell would part."""
+    """A data folder with a drafter of run `mine`, of a tiny target in a folder whose name a shell
+    would part.
+    """
     folder = tmp_path_factory.mktemp("hints")
     target = load_target(str(make_tiny_target(folder / "my model", n_blocks=6, seed=1)))
     drafter = initial_drafter(

@@ -1,12 +1,12 @@
-"""The tree itself: notebooks stripped, thin and in agreement with Config; profiles whole; no path of somebody's machine in any file."""
+"""The tree itself: notebooks stripped, thin and in agreement with Config; profiles whole; no path
+of somebody's machine in any file.
+"""
 
 import argparse
 import ast
-import builtins
 import inspect
 import re
 import subprocess
-import symtable
 from pathlib import Path
 
 import nbformat
@@ -68,7 +68,9 @@ NOTE = "# None: as the profile says. Any other setting can be changed by one mor
 
 @each_notebook
 def test_parameters(path):
-    """A profile and at most 12 settings, None (as the profile says), each with type and meaning; the next cell makes the Config."""
+    """A profile and at most 12 settings, each with type and meaning, whose value is None (as the
+    profile says); the next cell makes the Config.
+    """
     cells = [c for c in read(path).cells if c.cell_type == "code"]
     tagged = [i for i, c in enumerate(cells) if "parameters" in c.metadata.get("tags", [])]
     assert tagged == [0], "the first screen"
@@ -137,7 +139,9 @@ def test_no_definitions(path):
 
 @each_notebook
 def test_every_setting_used_is_known_to_be_read(path):
-    """A changed setting that a called function reads, and that the metadata do not name, would not run the notebook again."""
+    """A changed setting that a called function reads, and that the metadata do not name, would not
+    run the notebook again.
+    """
     own = "\n".join(c.source for c in read(path).cells if c.cell_type == "code")
     used, seen, waiting = settings_of(own), set(), set(imports_of(ast.parse(own)).values())
     waiting |= {
@@ -177,7 +181,9 @@ def test_every_setting_used_is_known_to_be_read(path):
 
 
 def settings_of(source: str, owner: str = "config") -> set[str]:
-    """Settings that `config.NAME` reads, also by way of Config's path properties (`drafter.config.NAME` is something else)."""
+    """Settings that `config.NAME` reads, also by way of Config's path properties
+    (`drafter.config.NAME` is something else).
+    """
     names = set(re.findall(rf"(?<![.\w]){owner}\.([a-z_0-9]+)", source))
     for name in [n for n in names if isinstance(getattr(Config, n, None), property)]:
         names |= settings_of(inspect.getsource(getattr(Config, name).fget), "self")
@@ -186,7 +192,9 @@ def settings_of(source: str, owner: str = "config") -> set[str]:
 
 @pytest.mark.parametrize("path", sorted(PROFILES.glob("*.yaml")), ids=lambda p: p.stem)
 def test_profiles(path):
-    """Each loads, is named as its run, is understood as it stands by `papermill -f` (no string where a number is meant), and every setting has a notebook."""
+    """Each loads, is named as its run, is understood as it stands by `papermill -f` (no string
+    where a number is meant), and every setting has a notebook.
+    """
     values = read_profile(path.stem)
     assert Config.load(path.stem).run_name == path.stem
     for name, value in values.items():
@@ -216,7 +224,8 @@ def test_no_machine_paths():
     )
     wrong = []
     pattern = re.compile(
-        rf"(?<![\w.~-])/(?:root|home|Users|work|workspace|mnt|scratch)/\w|{re.escape(str(ROOT))}(?![\w-])"
+        rf"(?<![\w.~-])/(?:root|home|Users|work|workspace|mnt|scratch)/\w|"
+        rf"{re.escape(str(ROOT))}(?![\w-])"
     )
     for name in filter(None, listed.stdout.split("\0")):
         path = ROOT / name
@@ -228,7 +237,9 @@ def test_no_machine_paths():
 
 
 def test_every_command_that_is_named_exists():
-    """`python -m eyas COMMAND --flag` in messages, notebooks and documents: the command and its flags are the parser's."""
+    """`python -m eyas COMMAND --flag` in messages, notebooks and documents: the command and its
+    flags are the parser's.
+    """
     parser = build_parser()
     texts = {
         p: p.read_text()
@@ -265,59 +276,40 @@ def test_every_command_that_is_named_exists():
     assert {"extract", "verify", "server", "train", "parity"} <= seen
 
 
-@pytest.mark.parametrize(
-    "path",
-    sorted(
-        [
-            *(ROOT / "lib").rglob("*.py"),
-            *(ROOT / "patches").rglob("*.py"),
-            *(ROOT / "benchmarks").glob("*.py"),
-            *(ROOT / "tests").rglob("*.py"),
-        ]
-    ),
-    ids=lambda p: p.name,
-)
-def test_every_name_is_defined(path):
-    """A name that a function reads is its own, an outer one's, the module's, or Python's."""
-    module = symtable.symtable(path.read_text(encoding="utf-8"), path.name, "exec")
-    known = (
-        {
-            s.get_name()
-            for s in module.get_symbols()
-            if s.is_assigned() or s.is_imported() or s.is_namespace()
-        }
-        | set(dir(builtins))
-        | {"__file__", "__class__"}
-    )
+def test_no_test_module_imports_another():
+    """What several test modules use is in tests/helpers."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            assert not [name for name in names if name.startswith("test_")], path.name
 
-    def scopes(table):
-        yield table
-        for child in table.get_children():
-            yield from scopes(child)
 
-    known |= {
-        s.get_name()
-        for table in scopes(module)
-        for s in table.get_symbols()
-        if s.is_declared_global() and s.is_assigned()
-    }
-    missing = {
-        f"{table.get_name()}: {s.get_name()}"
-        for table in scopes(module)
-        for s in table.get_symbols()
-        if s.is_global() and s.is_referenced() and s.get_name() not in known
-    }
-    assert not missing
+def calls_of(tree: ast.AST, function: str) -> list[ast.Call]:
+    """Return the calls of a function by the name that the source gives it."""
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == function
+    ]
 
 
 def test_clients_that_threads_share_have_no_bound_of_their_own():
-    """serve.LIMITS says why."""
-    for path in [
-        *ROOT.glob("lib/eyas/**/*.py"),
-        *ROOT.glob("benchmarks/*.py"),
-        ROOT / "tests" / "test_server.py",
-    ]:
-        for made in re.findall(r"httpx\.Client\(.*", path.read_text(encoding="utf-8")):
-            assert "limits=LIMITS" in made or " client.stream(" in made, (
-                path.name
-            )  # a stream is alone
+    """serve.LIMITS says why. A client that only streams one answer is alone."""
+    paths = [*ROOT.glob("lib/eyas/**/*.py"), *ROOT.glob("benchmarks/*.py")]
+    seen = 0
+    for path in [*paths, ROOT / "tests" / "test_server.py"]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        alone = [
+            call
+            for node in ast.walk(tree)
+            if isinstance(node, ast.With) and ".stream(" in ast.unparse(node.items[-1])
+            for item in node.items
+            for call in calls_of(item, "httpx.Client")
+        ]
+        for call in calls_of(tree, "httpx.Client"):
+            seen += 1
+            given = {word.arg: ast.unparse(word.value) for word in call.keywords}
+            assert given.get("limits") == "LIMITS" or call in alone, f"{path.name}:{call.lineno}"
+    assert seen > 2

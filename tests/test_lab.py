@@ -1,4 +1,6 @@
-"""The notebooks as people live in them: each by itself on a real kernel, cells that are interrupted, jobs that outlive kernel and cell."""
+"""The notebooks as people live in them: each by itself on a real kernel, cells that are
+interrupted, jobs that outlive kernel and cell.
+"""
 
 import contextlib
 import json
@@ -36,11 +38,15 @@ from helpers.prompts import write_prompts
 from helpers.stores import bytes_of, write_random_store
 from helpers.tiny import make_tiny_target
 
+pytestmark = pytest.mark.kernel
 TIMEOUT_S = 300.0
 
 
 class Kernel:
-    """A real kernel, started in `cwd` as JupyterLab does it. `run` gives the outputs of a cell as nbformat has them; an error is the last one."""
+    """A real kernel, started in `cwd` as JupyterLab does it.
+
+    `run` gives the outputs of a cell as nbformat has them; an error is the last one.
+    """
 
     def __init__(self, cwd: Path):
         environment = os.environ | {"PYTHONPATH": str(ROOT / "lib"), "OMP_NUM_THREADS": "1"}
@@ -56,7 +62,9 @@ class Kernel:
                     raise
 
     def run(self, code: str, when=None, do=None) -> list[dict]:
-        """`when(outputs so far)` is asked again and again; once it says yes, `do()` is done: by default the kernel is interrupted, as by the stop button."""
+        """`when(outputs so far)` is asked again and again; once it says yes, `do()` is done: by
+        default the kernel is interrupted, as by the stop button.
+        """
         asked, outputs, shown = self.client.execute(code), [], self.shown
         end = time.monotonic() + TIMEOUT_S
         while time.monotonic() < end:
@@ -86,7 +94,10 @@ class Kernel:
         return json.loads(output["text"])
 
     def notebook(self, name: str, **changed) -> tuple[list[dict], dict | None]:
-        """Run all, from the top, in an empty namespace: (outputs, the error that ended it). `changed` are edits to the parameters cell."""
+        """Run all, from the top, in an empty namespace:
+
+        (outputs, the error that ended it). `changed` are edits to the parameters cell.
+        """
         self.run("%reset -f")
         outputs = []
         for cell in nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells:
@@ -125,7 +136,8 @@ def kernel(tmp_path_factory):
 def lab(kernel, data):
     """(kernel, data folder): the kernel looks into the test's own data folder."""
     kernel.run(
-        f"%reset -f\nimport os; os.environ['EYAS_DATA'] = {str(data)!r}; os.chdir({str(NOTEBOOKS)!r})"
+        f"%reset -f\nimport os; os.environ['EYAS_DATA'] = {str(data)!r}; "
+        f"os.chdir({str(NOTEBOOKS)!r})"
     )
     yield kernel, data
     for job in jobs.list_jobs():
@@ -153,7 +165,9 @@ def tiny_settings(target, **values) -> dict:
 
 @pytest.fixture
 def capture(target, tmp_path, monkeypatch):
-    """(server, prompts, config of run NAME): a server that takes a moment over each request, so that an interrupt comes in the middle."""
+    """(server, prompts, config of run NAME): a server that takes a moment over each request, so
+    that an interrupt comes in the middle.
+    """
     server = FaultyServer(target, (2, 3, 6), tmp_path / "spool", lambda n: time.sleep(0.05) or "")
     path = write_prompts(tmp_path / "prompts.jsonl", 40, 8)
 
@@ -286,7 +300,8 @@ from eyas.prompts.prompt_set import load_prompts
 from eyas.server.serve import need_servers
 from eyas.models.target import load_target
 config = Config.create(**{settings!r})
-print(extract(config, need_servers(config), load_target(config.target), load_prompts(config.answered_path)))
+print(extract(config, need_servers(config), load_target(config.target), \
+load_prompts(config.answered_path)))
 """
 
 
@@ -320,7 +335,9 @@ train(config, Store.open(config.store_dir), load_target(config.target))
 
 @pytest.fixture
 def to_train(target, data):
-    """settings(name) of a training of some seconds, its store written; and the drafter that an undisturbed run of them ends with."""
+    """settings(name) of a training of some seconds, its store written; and the drafter that an
+    undisturbed run of them ends with.
+    """
 
     def settings(name: str) -> dict:
         values = tiny_settings(
@@ -367,7 +384,9 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(lab, to_train):
 
 @pytest.mark.server
 def test_an_interrupt_leaves_the_real_server_serving(lab, server, server_data):
-    """The kernel's interrupt goes to its whole process group; the server has a session of its own, and its spool is left empty."""
+    """The kernel's interrupt goes to its whole process group; the server has a session of its own,
+    and its spool is left empty.
+    """
     kernel, _ = lab
     config, running = server
     kernel.run(f"os.environ['EYAS_DATA'] = {str(server_data)!r}")
@@ -409,7 +428,10 @@ def test_an_interrupt_while_the_server_starts_leaves_none(lab, target):
         return bool(pids)
 
     outputs = kernel.run(
-        f"from eyas.config import Config\nfrom eyas.server.serve import server_up\nserver_up(Config.create(**{config.changed!r}))",
+        (
+            f"from eyas.config import Config\nfrom eyas.server.serve import "
+            f"server_up\nserver_up(Config.create(**{config.changed!r}))"
+        ),
         when=started,
     )
     assert outputs[-1]["ename"] == "KeyboardInterrupt"
@@ -436,7 +458,8 @@ def test_a_job_outlives_interrupt_and_kernel_and_is_found_again(to_train, data, 
     config, cell = Config.create(**values), JOB.format(settings=values)
     first, held = Kernel(tmp_path), []
 
-    def hold_and_interrupt():  # the job waits until somebody looks again, however fast this machine is
+    # the job waits until somebody looks again, however fast this machine is
+    def hold_and_interrupt():
         held.append(jobs.list_jobs("job")[0].process())
         held[0].suspend()
         first.manager.interrupt_kernel()
@@ -462,7 +485,10 @@ def test_a_job_outlives_interrupt_and_kernel_and_is_found_again(to_train, data, 
     assert process.is_running()
     with pytest.raises(
         EyasError,
-        match="train of run 'job' is going on with other settings: epochs 16.0, here 31.0.*python -m eyas job stop train -p run_name job",
+        match=(
+            "train of run 'job' is going on with other settings: epochs 16.0, here "
+            "31.0.*python -m eyas job stop train -p run_name job"
+        ),
     ):
         jobs.start(Config.create(**values | {"epochs": 31.0}), "train")
     second = Kernel(NOTEBOOKS)
@@ -519,7 +545,10 @@ def test_a_job_that_fails_or_is_killed_says_so(data, target, capsys):
     (job.folder / "end.json").unlink()  # as after a kill
     with pytest.raises(
         EyasError,
-        match="(?s)train of run 'tiny' was killed; the end of its log:.*no store.*next: the same again",
+        match=(
+            "(?s)train of run 'tiny' was killed; the end of its log:.*no store.*next: the "
+            "same again"
+        ),
     ):
         jobs.follow(job)
     with pytest.raises(EyasError, match="no background job 'decode'"):
@@ -546,7 +575,8 @@ def test_an_extraction_as_a_job_ends_with_the_same_store(data, target, capture, 
 def test_the_saved_page_has_the_last_state_of_a_bar(lab):
     kernel, _ = lab
     outputs = kernel.run(
-        "from eyas.progress import Progress\nwith Progress(3) as progress:\n    for _ in range(3):\n        progress.update(samples=1, tok=1000)"
+        "from eyas.progress import Progress\nwith Progress(3) as progress:\n    for _ in "
+        "range(3):\n        progress.update(samples=1, tok=1000)"
     )
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1", outputs=outputs)])
     html = notebook_page(notebook, "t", "", "")

@@ -1,4 +1,6 @@
-"""The losses and their gradients against slow and obvious float64 references, at the edges, and against other projects' functions."""
+"""The losses and their gradients against slow and obvious float64 references, at the edges, and
+against other projects' functions.
+"""
 
 import math
 
@@ -13,7 +15,8 @@ D, OUTSIDE = 13, 6  # draft vocabulary, and the tokens that only the target know
 ONE_HOT = torch.eye(D, dtype=torch.float64)
 each_loss = pytest.mark.parametrize("name", LOSSES)
 
-# ---- one row at a time, from the definitions: the value token by token with Python's floats, the gradient by autograd
+# ---- one row at a time, from the definitions: the value token by token with Python's floats, the
+# gradient by autograd
 
 
 def value(name: str, z: list[float], p: list[float]) -> float:
@@ -22,7 +25,8 @@ def value(name: str, z: list[float], p: list[float]) -> float:
     log_q = [x - log_sum for x in z]
     if name == "kl":
         return -math.fsum(b * a for a, b in zip(log_q, p))
-    alpha = 0.0  # Leviathan et al.: token i is drafted with probability q and then accepted with min(1, p / q)
+    # Leviathan et al.: token i is drafted with probability q and then accepted with min(1, p / q)
+    alpha = 0.0
     for a, b in zip(log_q, p):
         q = math.exp(a)
         alpha += q * min(1.0, b / q) if q else 0.0
@@ -52,7 +56,9 @@ def slope(name: str, z: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 
 
 def seen(n: int, sharpness: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of a drafter [n, D] and the target's probabilities over its whole vocabulary, those of the D tokens [n, D]."""
+    """Logits of a drafter [n, D] and the target's probabilities over its whole vocabulary, those of
+    the D tokens [n, D].
+    """
     g = torch.Generator().manual_seed(seed)
     z = torch.randn(n, D, generator=g, dtype=torch.float64) * sharpness
     p = (torch.randn(n, D + OUTSIDE, generator=g, dtype=torch.float64) * sharpness).softmax(-1)[
@@ -125,7 +131,9 @@ def test_where_p_and_q_are_equal(name):
 
 @each_loss
 def test_real_size(name):
-    """float32 as in training, against float64; p is left alone, the gradient takes the logits' place, and nothing in it is slow to compute with."""
+    """float32 as in training, against float64; p is left alone, the gradient takes the logits'
+    place, and nothing in it is slow to compute with.
+    """
     g = torch.Generator().manual_seed(0)
     z = (
         torch.randn(40, 8192, generator=g) * 12
@@ -145,7 +153,9 @@ def test_real_size(name):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
 def test_nothing_accepted(dtype):
-    """The target's only token is one that the drafter never says: the loss is held, the gradient still says where to go."""
+    """The target's only token is one that the drafter never says: the loss is held, the gradient
+    still says where to go.
+    """
     z = torch.zeros(2, D, dtype=dtype)
     z[:, 4] = torch.tensor([-200.0, -1e4], dtype=dtype)
     p = ONE_HOT[4].to(dtype).repeat(2, 1)
@@ -229,7 +239,8 @@ def test_speculators_has_the_same(tmp_path):
 from speculators.losses.eager import kl_div_loss, lk_hybrid_loss, neg_log_acceptance_loss, tv_loss
 z, t = torch.load(sys.argv[2])
 found = {}
-for name, function in (("kl", kl_div_loss), ("tv", tv_loss), ("lk_alpha", neg_log_acceptance_loss), ("lk_lambda", lk_hybrid_loss)):
+for name, function in (("kl", kl_div_loss), ("tv", tv_loss), ("lk_alpha", \
+neg_log_acceptance_loss), ("lk_lambda", lk_hybrid_loss)):
     leaf = z[None].clone().requires_grad_()
     losses = function(leaf, t[None])
     found[name] = losses.detach()[0], torch.autograd.grad(losses.sum(), leaf)[0][0]
@@ -248,7 +259,9 @@ for name, function in (("kl", kl_div_loss), ("tv", tv_loss), ("lk_alpha", neg_lo
 
 @pytest.mark.peer
 def test_specforge_has_the_same(tmp_path):
-    """A batch of one position each, so that the mean acceptance is that of the row; p over the whole vocabulary in the acceptance, over D in KL."""
+    """A batch of one position each, so that the mean acceptance is that of the row; p over the
+    whole vocabulary in the acceptance, over D in KL.
+    """
     z, p = (t.float() for t in seen(30, 2.0, seed=5))
     torch.save((z, p, ETA), tmp_path / "in.pt")
     found = peer(
@@ -262,10 +275,13 @@ for name in ("tv", "lk_alpha", "lk_lambda"):
     rows = []
     for row, target in zip(z, p):
         leaf = row[None, None].clone().requires_grad_()
-        rate, log_rate = compute_acceptance_rate(logits=leaf, target_probs=target[None, None], position_mask=torch.ones(1, 1, 1, dtype=torch.bool))
-        kl = torch.nn.functional.kl_div(leaf[0, 0].log_softmax(-1), target / target.sum(), reduction="sum")
+        rate, log_rate = compute_acceptance_rate(logits=leaf, target_probs=target[None, None], \
+position_mask=torch.ones(1, 1, 1, dtype=torch.bool))
+        kl = torch.nn.functional.kl_div(leaf[0, 0].log_softmax(-1), target / target.sum(), \
+reduction="sum")
         loss = 1 - rate if name == "tv" else compute_lk_loss(
-            kl_loss=kl, acceptance_rate=rate, log_acceptance_rate=log_rate, lk_loss_type=name[3:], kl_scale=1.0, kl_decay=eta)
+            kl_loss=kl, acceptance_rate=rate, log_acceptance_rate=log_rate, lk_loss_type=name[3:], \
+kl_scale=1.0, kl_decay=eta)
         rows.append((loss.detach(), torch.autograd.grad(loss, leaf)[0][0, 0]))
     found[name] = [torch.stack(column) for column in zip(*rows)]
 """,

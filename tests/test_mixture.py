@@ -1,4 +1,6 @@
-"""Several stores as one: how often each sample is seen, what is never trained on, and what is refused."""
+"""Several stores as one: how often each sample is seen, what is never trained on, and what is
+refused.
+"""
 
 from collections import Counter
 
@@ -55,7 +57,9 @@ def write(folder, samples: list[Rows], **changes) -> Store:
 
 @pytest.fixture
 def three(tmp_path) -> Mixture:
-    """Two samples of weight 1, four of weight 0.5, one of weight 2.25; the ids of the stores overlap."""
+    """Two samples of weight 1, four of weight 0.5, one of weight 2.25; the ids of the stores
+    overlap.
+    """
     own, half, more = (
         write(tmp_path / name, [sample(id) for id in ids])
         for name, ids in (("own", "ba"), ("half", "abcd"), ("more", "a"))
@@ -91,7 +95,10 @@ def test_weights_over_four_passes(three):
 
 
 def test_a_share_goes_round_before_anything_comes_twice(tmp_path):
-    """0.4 of five: two a pass. Five passes see each twice, and no window of them sees one twice before all were seen."""
+    """0.4 of five: two a pass.
+
+    Five passes see each twice, and no window of them sees one twice before all were seen.
+    """
     mixture = Mixture(
         [
             ("own", write(tmp_path / "own", [sample("x")]), 1.0),
@@ -294,7 +301,9 @@ def test_a_heldout_id_of_any_store(tmp_path):
 
 
 def test_a_heldout_prompt_of_any_store(tmp_path):
-    """The same prompt with another answer; not one that it begins, nor the same text with another border."""
+    """The same prompt with another answer; not one that it begins, nor the same text with another
+    border.
+    """
     own = [
         sample("h", "heldout", prompt=[1, 2, 3], answer=[7]),
         sample("a", prompt=[1, 2, 3], answer=[9, 9]),
@@ -362,7 +371,9 @@ def test_what_was_not_extracted_is_not_there(tmp_path):
 
 @pytest.fixture
 def runs(data):
-    """Runs own, more, code, which are alike; `foreign` has another target, `normed` last states after the norm."""
+    """Runs own, more, code, which are alike; `foreign` has another target, `normed` last states
+    after the norm.
+    """
     for name in ("own", "more", "code"):
         write(data / "runs" / name, [sample(name)])
     write(
@@ -418,11 +429,17 @@ def test_a_mix_is_opened(runs, mix, weights):
         ),
         (
             "more,foreign",
-            "store of run 'foreign' is of another target than that of run 'own': gggggggggggg; expected ffffffffffff",
+            (
+                "store of run 'foreign' is of another target than that of run 'own': "
+                "gggggggggggg; expected ffffffffffff"
+            ),
         ),
         (
             "normed",
-            "run 'normed' is of another side of the final norm than that of run 'own': post-norm; expected pre-norm",
+            (
+                "run 'normed' is of another side of the final norm than that of run 'own': "
+                "post-norm; expected pre-norm"
+            ),
         ),
     ],
 )

@@ -1,4 +1,9 @@
-"""The smoke profile through the runner: all five notebooks with a real server, once; then what their pages and run.json hold."""
+"""All five notebooks through the runner with a real server, once; then what their pages and
+run.json hold.
+
+The settings are the smoke profile's. A tiny Qwen3 is the target; `make test-slow` repeats all of it
+with SmolLM2.
+"""
 
 import os
 import re
@@ -12,8 +17,9 @@ import pytest
 from eyas.config import Config
 from eyas.files import ROOT, read_json
 from eyas.report import reuse
+from helpers.tiny import make_tiny_target
 
-pytestmark = [pytest.mark.notebooks, pytest.mark.server]
+pytestmark = [pytest.mark.kernel, pytest.mark.server]
 
 FIGURES = {
     "01_server_setup": 0,
@@ -26,11 +32,28 @@ PROGRESS_LINES = {
     "02_extraction": 3,
     "04_training": 1,
     "05_acceptance": 4,
-}  # extraction, verification and parity; training; decoding in float32 and in bfloat16, other settings in bfloat16, the server
+    # extraction, verification and parity; training; decoding in float32 and in bfloat16, other
+    # settings
+    # in bfloat16, the server
+}
+
+
+@pytest.fixture(scope="module", params=["tiny", pytest.param("SmolLM2", marks=pytest.mark.slow)])
+def overrides(request, tmp_path_factory) -> dict:
+    """Return the settings that differ from the smoke profile."""
+    if request.param == "SmolLM2":
+        return {}
+    folder = tmp_path_factory.mktemp("target") / "tiny"
+    make_tiny_target(folder, n_blocks=8, family="Qwen3", seed=3)
+    return {"target": str(folder), "draft_vocab_size": 384}
+
+
+def options(overrides: dict) -> list[str]:
+    return [word for name, value in overrides.items() for word in ("-p", name, str(value))]
 
 
 @pytest.fixture(scope="module")
-def smoke(embedded, tmp_path_factory):
+def smoke(overrides, embedded, tmp_path_factory):
     """(run.json, index page, {notebook: page}, data folder) of one run of the smoke profile."""
     folder = tmp_path_factory.mktemp("smoke")
     data = folder / "data"
@@ -51,6 +74,7 @@ def smoke(embedded, tmp_path_factory):
             "smoke",
             "--out",
             str(folder / "reports"),
+            *options(overrides),
         ],
         env=environment,
         stdout=subprocess.PIPE,
@@ -141,12 +165,22 @@ def environment(data) -> dict[str, str]:
     return os.environ | {"EYAS_DATA": str(data), "PYTHONPATH": str(ROOT / "lib")}
 
 
-def test_a_second_report_reuses_everything(smoke):
+def test_a_second_report_reuses_everything(smoke, overrides):
     """No kernel, no server: the pages are made anew from what is there, elsewhere too."""
     run, _, pages, data = smoke
     out = data.parent / "other-reports"
     ended = subprocess.run(
-        [sys.executable, "-m", "eyas", "report", "--profile", "smoke", "--out", str(out)],
+        [
+            sys.executable,
+            "-m",
+            "eyas",
+            "report",
+            "--profile",
+            "smoke",
+            "--out",
+            str(out),
+            *options(overrides),
+        ],
         env=environment(data),
         capture_output=True,
         text=True,
@@ -165,8 +199,10 @@ def test_a_second_report_reuses_everything(smoke):
         ) == re.findall(r"<img[^>]*>", pages[before["name"]])
 
 
-def test_plain_papermill_says_the_same(smoke, tmp_path, monkeypatch):
-    """The notebook alone, from another folder, on the same store: the same words, tables and figures but for times, and the very same drafter."""
+def test_plain_papermill_says_the_same(smoke, overrides, tmp_path, monkeypatch):
+    """The notebook alone, from another folder, on the same store: the same words, tables and
+    figures but for times, and the very same drafter.
+    """
     here, data = smoke[3], tmp_path / "data"
     (data / "runs" / "smoke").mkdir(parents=True)
     (data / "targets").symlink_to(here / "targets")
@@ -179,6 +215,7 @@ def test_plain_papermill_says_the_same(smoke, tmp_path, monkeypatch):
         "out.ipynb",
         "-f",
         str(ROOT / "notebooks" / "profiles" / "smoke.yaml"),
+        *options(overrides),
     ]
     ended = subprocess.run(
         command, env=environment(data), cwd=tmp_path, capture_output=True, text=True, timeout=1200
@@ -187,7 +224,7 @@ def test_plain_papermill_says_the_same(smoke, tmp_path, monkeypatch):
     drafters = []
     for folder in (here, data):
         monkeypatch.setenv("EYAS_DATA", str(folder))
-        drafters.append(reuse.content("drafter", Config.load("smoke")))
+        drafters.append(reuse.content("drafter", Config.load("smoke", **overrides)))
     assert drafters[0] == drafters[1] != reuse.ABSENT
     executed, alone = (
         said(nbformat.read(path, as_version=4))
@@ -202,7 +239,9 @@ def test_plain_papermill_says_the_same(smoke, tmp_path, monkeypatch):
 
 
 def said(notebook) -> list[tuple[str, list[str]]]:
-    """(code, what it put out) of each code cell of the notebook's own, without what no two runs have in common: times, rates, ids inside figures."""
+    """(code, what it put out) of each code cell of the notebook's own, without what no two runs
+    have in common: times, rates, ids inside figures.
+    """
     found = []
     for cell in notebook.cells:
         if cell.cell_type == "code" and not {"injected-parameters", "eyas-end"} & set(
@@ -224,4 +263,7 @@ def said(notebook) -> list[tuple[str, list[str]]]:
     return found
 
 
-MEASURED = r'[\d.,]+ (?:\w+/s|s\b|ms\b)|\d+:\d\d(?::\d\d)?(?: left)?|\d{4}-\d\d-\d\d[T ][\d:.]+|#?\b[a-zA-Z]{0,3}_?[0-9a-f]{10,}\b|pid \d+|0x[0-9a-f]+|T_[0-9a-f]{5}(?=[_"])'
+MEASURED = (
+    r"[\d.,]+ (?:\w+/s|s\b|ms\b)|\d+:\d\d(?::\d\d)?(?: left)?|\d{4}-\d\d-\d\d[T "
+    r'][\d:.]+|#?\b[a-zA-Z]{0,3}_?[0-9a-f]{10,}\b|pid \d+|0x[0-9a-f]+|T_[0-9a-f]{5}(?=[_"])'
+)

@@ -1,4 +1,4 @@
-"""Nothing that a command made or imported is replaced by another in silence: through the commands."""
+"""No command replaces in silence what another command made or imported."""
 
 import dataclasses
 import json
@@ -85,15 +85,17 @@ def test_training_does_not_replace_an_imported_drafter(imported, target, capsys)
 
 
 def test_training_continues_an_imported_drafter_and_keeps_it(imported, target, capsys):
-    """It has the drafter's own shape and vocabulary, starts at its very weights, and is never lost: also when the same command runs again."""
+    """It has the drafter's own shape and vocabulary, starts at its very weights, and is never lost:
+    also when the same command runs again.
+    """
     before = (imported.drafter_dir / "drafter.safetensors").read_bytes()
     theirs = weights_of(imported.drafter_dir / "drafter.safetensors")
     command = ["train", *options(target, "x", initial_weights="drafter", learning_rate="1e-12")]
     assert main(command) == 0
     assert (
-        "continues the drafter of run 'x', imported from 'theirs', which is kept as imported.safetensors"
-        in capsys.readouterr().out
-    )
+        "continues the drafter of run 'x', imported from 'theirs', which is kept as "
+        "imported.safetensors"
+    ) in capsys.readouterr().out
     kept = imported.drafter_dir / "imported.safetensors"
     assert kept.read_bytes() == before
     trained, record = load_drafter(imported.drafter_dir, target), read_record(imported.drafter_dir)
@@ -188,7 +190,9 @@ def test_what_cannot_be_continued_is_refused_by_name(data, target, tmp_path, cap
 
 
 def test_a_finished_drafter_is_not_replaced_by_one_of_other_settings(data, target, capsys):
-    """Also where its checkpoints were removed to save room; the same training may be made again, with the same bytes."""
+    """Also where its checkpoints were removed to save room; the same training may be made again,
+    with the same bytes.
+    """
     config = Config.create(run_name="x", target=str(target.folder))
     write_random_store(config.store_dir, target)
     assert main(["train", *options(target, "x")]) == 0
@@ -205,7 +209,9 @@ def test_a_finished_drafter_is_not_replaced_by_one_of_other_settings(data, targe
 
 
 def test_the_export_of_another_drafter_is_kept(data, target, capsys):
-    """The run's drafter was removed and trained anew: what may be served from the old export is still there."""
+    """The run's drafter was removed and trained anew: what may be served from the old export is
+    still there.
+    """
     config = Config.create(run_name="x", target=str(target.folder))
     write_random_store(config.store_dir, target)
     run = ["-p", "run_name", "x", "-p", "target", str(target.folder)]

@@ -1,4 +1,6 @@
-"""What the index, the pages and the summaries say, from run.json: numbers as they are, failures first, older runs too; no browser (tests/test_browser.py has one)."""
+"""What the index, the pages and the summaries say, from run.json: numbers as they are, failures
+first, older runs too; no browser (tests/test_browser.py has one).
+"""
 
 import copy
 import json
@@ -23,7 +25,10 @@ COMMITTED = {
     name: read_json(ROOT / "reports" / name / "run.json") for name in ("reference", "layers")
 }
 CONDITIONS = {"machine", "torch"}  # what a difference needs beside settings
-WORDS = "repeats explain part of it: at the 10 of 20 verify steps that begin at no repeated bigram the acceptance length is 1.2 [1.1, 1.3]"
+WORDS = (
+    "repeats explain part of it: at the 10 of 20 verify steps that begin at no repeated "
+    "bigram the acceptance length is 1.2 [1.1, 1.3]"
+)
 
 
 def committed(name: str = "reference", **changes) -> dict:
@@ -48,7 +53,9 @@ def failed_run() -> dict:
             "cell": 4,
             "cells": 9,
             "source": "open(store)",
-            "what_to_do": "what the message says; then `python -m eyas report --profile demo --from 03`",
+            "what_to_do": (
+                "what the message says; then `python -m eyas report --profile demo --from 03`"
+            ),
         },
     }
     return run
@@ -60,7 +67,9 @@ def shown(run: dict) -> tuple[str, str, str]:
 
 
 def everything_missing() -> list[tuple[dict, str]]:
-    """The committed runs with one thing left out of each, as older versions or a run that went wrong had it."""
+    """The committed runs with one thing left out of each, as older versions or a run that went
+    wrong had it.
+    """
     found = []
     for name, whole in COMMITTED.items():
         for key in set(whole) - {"run_name", "state"}:
@@ -83,7 +92,7 @@ def everything_missing() -> list[tuple[dict, str]]:
 
 
 def test_older_runs_are_shown():
-    """Whatever one field is missing: nothing breaks, and nothing is shown as a number that is none."""
+    """Whichever field is missing: nothing breaks, and nothing missing is shown as a number."""
     cases = everything_missing()
     assert len(cases) > 200
     for run, what in cases:
@@ -138,13 +147,16 @@ def test_two_verdicts_say_whose_they_are():
         "speed_ratio_bfloat16": {"value": 1.3, "low": 1.2, "high": 1.4, "prompts": 8},
     }
     assert summary.sentence(run) == (
-        "Serve it: 1.30 times the speed of plain greedy decoding by our own decoder in bfloat16, prefill included, 95 % interval 1.20 to 1.40, 8 prompts; "
+        "Serve it: 1.30 times the speed of plain greedy decoding by our own decoder in "
+        "bfloat16, prefill included, 95 % interval 1.20 to 1.40, 8 prompts; "
         "in float32, don't serve it: 0.90 times, 95 % interval 0.80 to 0.95, 24 prompts."
     )
 
 
 def test_the_verdict_is_of_the_speed_most_like_serving():
-    """Throughput of the server, its single stream in bfloat16, our decoder in bfloat16, in float32 last: as each is missing, the next one speaks."""
+    """Throughput of the server, its single stream in bfloat16, our decoder in bfloat16, in float32
+    last: as each is missing, the next one speaks.
+    """
     none, slow, fast = (
         {"value": v, "low": v - 0.05, "high": v + 0.05, "prompts": 8} for v in (1.0, 0.8, 1.5)
     )
@@ -162,31 +174,38 @@ def test_the_verdict_is_of_the_speed_most_like_serving():
         "identical_float32": True,
     }
     assert verdict.verdict(headline) == (
-        "With this drafter SGLang is 1.5× faster for one request at a time and 1.3× for four. At sixteen there is no clear gain. "
-        "Tokens per second divided by those of the same server without the drafter: 1.50 at 1 request at a time, 95 % interval "
-        "1.45 to 1.55; 1.31 at 4, 95 % interval 1.20 to 1.55; 1.00 at 16, 95 % interval 0.95 to 1.05; served in bfloat16, 16 prompts, 6 rounds."
+        "With this drafter SGLang is 1.5× faster for one request at a time and 1.3× for "
+        "four. At sixteen there is no clear gain. "
+        "Tokens per second divided by those of the same server without the drafter: 1.50 "
+        "at 1 request at a time, 95 % interval "
+        "1.45 to 1.55; 1.31 at 4, 95 % interval 1.20 to 1.55; 1.00 at 16, 95 % interval "
+        "0.95 to 1.05; served in bfloat16, 16 prompts, 6 rounds."
     )
     assert verdict.verdict(headline | {"identical_float32": False}).startswith(
-        "Don't serve it: its output is not the target's own greedy output (Tokens per second divided by those of the same server without the drafter: 1.50 at 1"
+        "Don't serve it: its output is not the target's own greedy output (Tokens per "
+        "second divided by those of the same server without the drafter: 1.50 at 1"
     )
     once = headline["served_throughput"] | {
         "at": [{"value": 1.5, "low": None, "high": None, "parallel": 1}]
     }
     assert verdict.verdict(headline | {"served_throughput": once}).startswith(
-        "Too few rounds for an answer for one request at a time. Tokens per second divided by those of the same server without the drafter: 1.50 at 1"
+        "Too few rounds for an answer for one request at a time. Tokens per second "
+        "divided by those of the same server without the drafter: 1.50 at 1"
     )
     headline["served_throughput"] = None
     assert verdict.verdict(headline).startswith(
-        "Don't serve it: 0.70 times the speed of the same server without it, one request at a time, prefill left out, served in bfloat16"
+        "Don't serve it: 0.70 times the speed of the same server without it, one request "
+        "at a time, prefill left out, served in bfloat16"
     )
     headline["served"] = fast | {"dtype": "float32"}  # nobody serves so
     assert verdict.verdict(headline).startswith(
-        "No clear gain: 1.00 times the speed of plain greedy decoding by our own decoder in bfloat16"
+        "No clear gain: 1.00 times the speed of plain greedy decoding by our own decoder "
+        "in bfloat16"
     )
     headline["speed_ratio_bfloat16"] = {"value": None, "low": None, "high": None, "prompts": 0}
-    assert (
-        verdict.verdict(headline)
-        == "Don't serve it: 0.80 times the speed of plain greedy decoding by our own decoder in float32, prefill included, 95 % interval 0.75 to 0.85, 8 prompts."
+    assert verdict.verdict(headline) == (
+        "Don't serve it: 0.80 times the speed of plain greedy decoding by our own decoder "
+        "in float32, prefill included, 95 % interval 0.75 to 0.85, 8 prompts."
     )
     assert verdict.verdict({"served": fast}) == "No speed was measured in this run."
 
@@ -257,9 +276,9 @@ def test_the_servers_own_acceptance_is_shown():
     html, sent, text = shown(run)
     for part in (html, sent, text):
         assert (
-            "Served by SGLang in bfloat16: acceptance length 1.78, 95 % interval 1.67 to 1.89, 40 prompts; serve it: 1.22 times the same server"
-            in part
-        )
+            "Served by SGLang in bfloat16: acceptance length 1.78, 95 % interval 1.67 to "
+            "1.89, 40 prompts; serve it: 1.22 times the same server"
+        ) in part
         assert "1.78" in part and "1.67 to 1.89" in part and "1.22" in part and "they agree" in part
     assert "Served" in BeautifulSoup(html, "html.parser").find("table").text
 
@@ -391,7 +410,10 @@ def page_of(*cells):
     )
 
 
-SAID = "It is 1.50 [1.40, 1.60] so. More of it, 2 [1, 3].\nA second line: 3.14 [3, 4]\nWARNING: it loops\nA fourth line"
+SAID = (
+    "It is 1.50 [1.40, 1.60] so. More of it, 2 [1, 3].\nA second line: 3.14 [3, 4]\nWARNING: "
+    "it loops\nA fourth line"
+)
 
 
 @pytest.mark.parametrize(
@@ -414,7 +436,9 @@ SAID = "It is 1.50 [1.40, 1.60] so. More of it, 2 [1, 3].\nA second line: 3.14 [
     ids=["section", "tag"],
 )
 def test_the_headline_opens_the_page(cells):
-    """A sentence, numbers with intervals, a picture; the text stays where it was said too, the picture is there once."""
+    """A sentence, numbers with intervals, a picture; the text stays where it was said too, the
+    picture is there once.
+    """
     soup = page_of(*cells)
     headline = soup.select_one("h1").find_next_sibling()
     assert (
@@ -462,7 +486,9 @@ def test_links_to_the_neighbours():
 
 
 def test_index_and_summary_again_from_what_is_there(tmp_path, capsys):
-    """`index` runs nothing: run.json files are as they were, the pages there are link to each other, a second time changes no file."""
+    """`index` runs nothing: run.json files are as they were, the pages there are link to each
+    other, a second time changes no file.
+    """
     for name, run in (("reference", committed()), ("broken", failed_run())):
         write_json(tmp_path / name / "run.json", run)
     (tmp_path / "torn").mkdir()
@@ -504,7 +530,9 @@ def test_index_and_summary_again_from_what_is_there(tmp_path, capsys):
 
 
 def test_committed_index_is_of_the_committed_runs():
-    """`python -m eyas index` makes the committed files again, but for lines that newer code says otherwise."""
+    """`python -m eyas index` makes the committed files again, but for lines that newer code says
+    otherwise.
+    """
     soup = BeautifulSoup((ROOT / "reports" / "index.html").read_text(), "html.parser")
     assert {"reference", "layers"} <= {
         row.select_one("b a").text for row in soup.select(".runs tbody tr")

@@ -1,5 +1,9 @@
-"""The parameters cell: what a reader, papermill and `report` put into it, and which settings a notebook reads."""
+"""The parameters cell: what a reader, papermill and `report` put into it; which settings a notebook
+reads, and that what it calls exists.
+"""
 
+import ast
+import importlib
 import json
 from pathlib import Path
 
@@ -10,6 +14,7 @@ import pytest
 from eyas.config import Config
 from eyas.effects import READS
 from eyas.errors import EyasError
+from eyas.files import ROOT
 from eyas.report.parameters import (
     injected_parameters,
     notebook_config,
@@ -95,3 +100,27 @@ def test_a_report_resolves_as_the_notebook_does(tmp_path):
         (tmp_path / "mine.yaml").write_text(json.dumps(profile))
         here = {"profile": str(tmp_path / "mine.yaml"), "epochs": 3.0, "seed": None} | injected
         assert notebook_config(here).epochs == settings["epochs"]
+
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_what_a_notebook_calls_exists(path):
+    """Each name that a cell takes from a module of eyas, in cells that only a long run reaches."""
+    cells = nbformat.read(path, as_version=4).cells
+    tree = ast.parse("\n".join(c.source for c in cells if c.cell_type == "code"))
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "eyas":
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                if not hasattr(module, alias.name):
+                    importlib.import_module(f"{node.module}.{alias.name}")
+                names[alias.asname or alias.name] = getattr(module, alias.name)
+    assert names
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+            continue
+        owner = names.get(node.value.id)
+        assert owner is None or hasattr(owner, node.attr), f"{node.value.id}.{node.attr}"

@@ -1,6 +1,8 @@
-"""The parity certificate: clean data of three targets pass, and every fault of the list is caught by the test that is to catch it.
+"""The parity certificate: clean data of three targets pass, and every fault of the list is caught
+by the test that is to catch it.
 
-Two tiny targets (Llama, Qwen3) have a server each for the length of this module; SmolLM2 has the session's.
+Two tiny targets (Llama, Qwen3) have a server each for the length of this module; SmolLM2 has the
+session's.
 """
 
 import contextlib
@@ -130,7 +132,7 @@ def make_case(config: Config, server, n_samples: int) -> Case:
     return Case(config, server, target, prompts, store, samples, evidence, reference)
 
 
-@pytest.fixture(scope="module", params=["Llama", "Qwen3"])
+@pytest.fixture(scope="module", params=[pytest.param("Llama", marks=pytest.mark.slow), "Qwen3"])
 def running_case(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     with contextlib.ExitStack() as stack:
@@ -222,6 +224,7 @@ def test_clean_fp8_passes_and_so_does_a_store_of_fp8(case):
     assert record["passed"], eyas.parity.certify.summary(record)
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_smollm2_passes(server, embedded):
     config, running = server
@@ -254,7 +257,9 @@ def test_smollm2_passes(server, embedded):
 @pytest.mark.server
 @pytest.mark.parametrize("running_case", ["Qwen3"], indirect=True, scope="module")
 def test_prefix_cache_and_chunked_prefill(case, monkeypatch):
-    """A second server with both: it keeps refusing whole samples, gives rows as it computes them, and these are the stored ones."""
+    """A second server with both: it keeps refusing whole samples, gives rows as it computes them,
+    and these are the stored ones.
+    """
     with server_up(
         dataclasses.replace(case.config, run_name="full"), tied=True, chunk_tok=CHUNK_TOK
     ) as second:
@@ -303,7 +308,9 @@ def test_prefix_cache_and_chunked_prefill(case, monkeypatch):
 
 @pytest.mark.server
 def test_a_store_of_normed_last_states(case):
-    """As some imports are: its last boundary is compared after the norm, and one before the norm is caught."""
+    """As some imports are: its last boundary is compared after the norm, and one before the norm is
+    caught.
+    """
     last, head = (
         case.target.n_blocks,
         NormedHead(case.head.norm_weight, case.head.lm_head, case.head.eps),
@@ -346,7 +353,9 @@ def test_fault(case, altered, fault):
 @pytest.mark.server
 @pytest.mark.parametrize("fault", WRONG_HEADS)
 def test_a_wrong_copied_head_does_not_widen_its_own_limit(case, altered, fault, monkeypatch):
-    """The limits are those of the right head; and most faults are found from log-probabilities alone, without a look at the weights."""
+    """The limits are those of the right head; and most faults are found from log-probabilities
+    alone, without a look at the weights.
+    """
     right = case.examine(case.samples)["head"].rows[0]
     found = altered[fault]
     wrong = case.examine(found.samples, head=found.head)["head"]
@@ -365,7 +374,9 @@ def test_a_wrong_copied_head_does_not_widen_its_own_limit(case, altered, fault, 
 
 @pytest.mark.server
 def test_training_refuses_a_head_that_was_exchanged_and_verify_mends_it(case, capsys):
-    """Whole files with wrong weights: the certificate fails, an older certificate does not cover them, and `verify --repair` brings the target's own back."""
+    """Whole files with wrong weights: the certificate fails, an older certificate does not cover
+    them, and `verify --repair` brings the target's own back.
+    """
     config = dataclasses.replace(
         case.config,
         run_name="head",
@@ -436,7 +447,9 @@ def test_a_certificate_of_the_older_head_test_is_no_certificate(case):
 
 @pytest.mark.server
 def test_a_reference_that_is_far_from_itself_excuses_nothing(case):
-    """As two loads of a target with missing weights are, each filled at random: the floor is wide, and the states would be within it."""
+    """As two loads of a target with missing weights are, each filled at random: the floor is wide,
+    and the states would be within it.
+    """
     noise = torch.Generator().manual_seed(7)
     evidence = {}
     for id, e in case.evidence.items():
@@ -458,7 +471,9 @@ def test_a_reference_that_is_far_from_itself_excuses_nothing(case):
 
 @pytest.mark.server
 def test_ties_nearly_everywhere_are_no_agreement(case):
-    """The server's first choices are another model's, and the reference is so rough that all of them are ties."""
+    """The server's first choices are another model's, and the reference is so rough that all of
+    them are ties.
+    """
     evidence = {}
     for id, e in case.evidence.items():
         rough = e.reference.exact_logp + torch.linspace(
@@ -522,7 +537,8 @@ def test_a_head_that_caps_its_logits_is_refused(tmp_path):
 def test_the_certificate_says_what_it_cannot_see():
     few = unseen(12, 1048, in_graph=False)
     assert few[0].startswith(
-        "12 of 1,048 samples were compared: a fault in 22% of the samples escapes in 5% of certificates"
+        "12 of 1,048 samples were compared: a fault in 22% of the samples escapes in 5% "
+        "of certificates"
     )
     assert 0.049 < (1 - 0.22) ** 12 < 0.052, "the number that the sentence gives"
     assert len(unseen(8, 8, in_graph=False)) == 1 and "decoding" in unseen(8, 8, in_graph=True)[-1]
@@ -567,7 +583,9 @@ def test_one_wrong_token_id(case):
 @pytest.mark.server
 @pytest.mark.parametrize("dtype", ["bfloat16", FP8])
 def test_states_of_a_fine_tuned_twin(case, dtype, tmp_path):
-    """Every weight changed by 1 %: the states of one sample come from the twin's own forward pass in bfloat16."""
+    """Every weight changed by 1 %: the states of one sample come from the twin's own forward pass
+    in bfloat16.
+    """
     twin = HuggingFace(case.target, 2)
     with torch.no_grad():
         for weight in twin.models[1].parameters():
@@ -705,7 +723,9 @@ def test_match_names_the_nearest_and_the_lost_row():
 
 
 def test_the_distance_survives_quantisation():
-    """The mean of |Q(x) - Q(y)| over many values is that of |x - y|: a flipped code is as seldom as its step is wide."""
+    """The mean of |Q(x) - Q(y)| over many values is that of |x - y|: a flipped code is as seldom as
+    its step is wide.
+    """
     g = torch.Generator().manual_seed(0)
     x = torch.randn(256, 512, generator=g)
     y = x * (1 + 0.01 * torch.randn(256, 512, generator=g))

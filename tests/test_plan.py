@@ -62,7 +62,9 @@ def test_files_and_time_of_a_plan():
 
 @pytest.fixture
 def runs(data):
-    """Run a has a store and a drafter; the drafter of run b says that it was trained from run c's store, and c has no drafter."""
+    """Run a has a store and a drafter; the drafter of run b says that it was trained from run c's
+    store, and c has no drafter.
+    """
     manifest = {
         "target": {"rms_norm_eps": 1e-5},
         "boundaries": [1, 2],

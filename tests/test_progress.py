@@ -40,15 +40,18 @@ def test_texts():
 
 
 def test_line(clock):
-    """Ten seconds in: 40 of 100 done, one of them failed; the bytes are the sum of all calls, not the last one's."""
+    """Ten seconds in:
+
+    40 of 100 done, one of them failed; the bytes are the sum of all calls, not the last one's.
+    """
     progress = Progress(100)
     for _ in range(39):
         progress.update(samples=1, tok=50, bytes=2**20)
     progress.update(errors=1, note="loss 3.1")
     clock[0] += 10
-    assert (
-        progress.line()
-        == "40/100 samples, 40 % | 4 samples/s | 195 tok/s | 39 MiB | 1 error | 0:10, 0:15 left | loss 3.1"
+    assert progress.line() == (
+        "40/100 samples, 40 % | 4 samples/s | 195 tok/s | 39 MiB | 1 error | 0:10, 0:15 "
+        "left | loss 3.1"
     )
 
 
@@ -82,8 +85,11 @@ def test_terminal_gets_one_line(clock, monkeypatch):
     )
 
 
+@pytest.mark.kernel
 def test_a_live_figure_in_a_kernel_is_one_output_that_goes_at_the_end(tmp_path):
-    """In a real kernel: drawn once the file is there, anew in the same place, and a saved notebook has nothing of it left."""
+    """In a real kernel: drawn once the file is there, anew in the same place, and a saved notebook
+    has nothing of it left.
+    """
     import nbformat
     from nbclient import NotebookClient
 

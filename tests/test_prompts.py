@@ -1,4 +1,6 @@
-"""The prompt set, token ids and loss masks by the chat template, and what happens to responses when server or client fail."""
+"""The prompt set, token ids and loss masks by the chat template, and what happens to responses when
+server or client fail.
+"""
 
 import json
 import re
@@ -35,7 +37,8 @@ CASES = [
     .splitlines()
 ]
 MARKED = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == "
+    "'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
     "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
 )
 
@@ -276,7 +279,9 @@ def test_a_unicode_line_separator_in_a_text_is_no_line_end(tmp_path):
 
 
 def test_more_conversations_are_others_on_the_same_topics():
-    """What is added to the set: no id and no wording of it, held-out topics the same, so they stay held out."""
+    """What is added to the set: no id and no wording of it, held-out topics the same, so they stay
+    held out.
+    """
     built, more = build_prompts(0), build_prompts(0, more=4)
     topics = {c.topic: c.split for c in built}
     assert (
@@ -302,7 +307,9 @@ def test_build_does_not_overwrite_responses(tmp_path):
 
 
 def test_conversations_of_others_become_a_prompt_set(tmp_path, capsys):
-    """ShareGPT's and OpenAI's rows, as a list and as lines: the same conversations; what doesn't fit is named; the same questions are on one side."""
+    """ShareGPT's and OpenAI's rows, as a list and as lines: the same conversations; what doesn't
+    fit is named; the same questions are on one side.
+    """
     rows = [
         {
             "id": f"c{i}",
@@ -416,7 +423,8 @@ def test_mask_cases(case, tokenizer):
 
 
 def test_ids_by_hand(tokenizer):
-    # SmolLM2: 1 <|im_start|>, 2 <|im_end|>, 198 the line break; the header's ids come from the tokenizer, the mask from counting by hand
+    # SmolLM2: 1 <|im_start|>, 2 <|im_end|>, 198 the line break; the header's ids come from the
+    # tokenizer, the mask from counting by hand
     sample = encode(
         conversation(
             [{"role": "system", "content": "Be brief."}, *turns("Name a colour.", "Blue.")]
@@ -471,7 +479,9 @@ def test_the_end_of_a_cut_answer_is_not_supervised(tokenizer):
 
 
 def test_prompt_and_answer_are_never_merged(tokenizer):
-    """The server sees the prompt alone, so its last token must stay what it is; the whole text at once gives another one here."""
+    """The server sees the prompt alone, so its last token must stay what it is; the whole text at
+    once gives another one here.
+    """
     messages = turns("Two lines.", "  first")
     prompt = chat_template.prompt_ids(messages[:1], tokenizer, "x")
     sample = encode(conversation(messages), tokenizer, 512)
@@ -527,7 +537,9 @@ def test_prompt_and_answer_are_never_merged(tokenizer):
 def test_what_a_thinking_model_wrote_and_nothing_else_is_supervised(
     template, kwargs, contents, finish, with_template
 ):
-    """The right ids are those of the prompt as the server gets it, then the answer's own, then the end of the turn."""
+    """The right ids are those of the prompt as the server gets it, then the answer's own, then the
+    end of the turn.
+    """
     tokenizer, messages = with_template(template), turns(*contents)
     prompt = tokenizer.encode(
         tokenizer.apply_chat_template(
@@ -560,7 +572,9 @@ def test_what_a_thinking_model_wrote_and_nothing_else_is_supervised(
 
 
 def test_answers_that_are_not_rewritten_stay_supervised(with_template):
-    """Without thinking Kimi's template appends only, so every answer counts; one that shortens earlier answers leaves the last."""
+    """Without thinking Kimi's template appends only, so every answer counts; one that shortens
+    earlier answers leaves the last.
+    """
     dialogue = conversation(turns("Hi", "Hello!", "And?", "So."))
     sample = encode(dialogue, with_template(with_kwargs(OPENS, '{"thinking": false}')), 512)
     assert (
@@ -595,7 +609,10 @@ def test_an_opening_that_the_prompt_has_already_is_not_written_twice(with_templa
             "",
             "Hello!",
             "stop",
-            "sample some-sample: message 2 begins 'Hello!', and the chat template makes it '<think>.*next: -p chat_template_kwargs '{\"enable_thinking\": false}'",
+            (
+                "sample some-sample: message 2 begins 'Hello!', and the chat template makes "
+                "it '<think>.*next: -p chat_template_kwargs '{\"enable_thinking\": false}'"
+            ),
         ),
         (THINKS, "", "Hel", "length", 'makes it \'<think>.*{"enable_thinking": false}'),
         (
@@ -771,7 +788,8 @@ def test_generation_markers_give_the_same_mask(case, with_template):
 @pytest.mark.parametrize(
     "template, message",
     [
-        # markers that are never reached; markers around all; around the user's turns too; answers rewritten; no end of turn; no text at all
+        # markers that are never reached; markers around all; around the user's turns too; answers
+        # rewritten; no end of turn; no text at all
         (MARKED.replace("== 'assistant'", "== 'nobody'"), "a loss mask of zeros everywhere"),
         (
             "{% generation %}" + CHATML[: CHATML.index("{% if")] + "{% endgeneration %}",
@@ -791,7 +809,10 @@ def test_generation_markers_give_the_same_mask(case, with_template):
         ),
         (CHATML.replace("<|im_end|>", ""), "without a control token"),
         (
-            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}",
+            (
+                "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% "
+                "endfor %}"
+            ),
             "without a control token",
         ),
         ("{{ raise_exception('never') }}", "the chat template refuses it: never"),
@@ -805,7 +826,8 @@ def test_bad_templates_are_refused(with_template, template, message):
 
 def test_masks_of_zeros_and_ones_without_markers(with_template):
     bare = with_template(
-        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + '<|im_end|>' "
+        "}}{% endif %}{% endfor %}"
     )
     with pytest.raises(EyasError, match="a loss mask of ones everywhere"):
         encode(conversation(turns("Hi", "Hello!")), bare, 512)
@@ -860,11 +882,14 @@ def test_repeated_bigrams():
     assert chat_template.repeated_bigrams([7]) == chat_template.repeated_bigrams([]) == (0, 0)
 
 
-# ---- generating, when things fail. The fake speaks SGLang's /server_info and /generate; the real server is in test_server_*.py
+# ---- generating, when things fail. The fake speaks SGLang's /server_info and /generate; the real
+# server is in test_server_*.py
 
 
 class FakeServer:
-    """Answers every prompt with `words`; `fail(request number) -> HTTP status` may refuse; counts requests."""
+    """Answers every prompt with `words`; `fail(request number) -> HTTP status` may refuse; counts
+    requests.
+    """
 
     def __init__(self, model, words, fail=lambda number: 200, finish=None):
         self.requests, self.lock = [], threading.Lock()
@@ -1055,7 +1080,10 @@ def test_an_aborted_answer_is_not_kept(generating, finish):
 def test_answers_made_with_other_template_variables_are_not_taken(
     generating, tokenizer, with_template
 ):
-    """What the target wrote with its thinking off does not follow the prompt with thinking on. The manifest beside the answers says how they were made."""
+    """What the target wrote with its thinking off does not follow the prompt with thinking on.
+
+    The manifest beside the answers says how they were made.
+    """
     kwargs = '{"enable_thinking": false}'
     generating.target.chat_template_kwargs = kwargs
     with_template(with_kwargs(THINKS, kwargs))
@@ -1092,15 +1120,20 @@ def test_no_server_and_another_model(generating, tmp_path):
 
 
 def test_kill_9_of_the_client(generating, tokenizer, tmp_path):
-    """The real command's function in a process of its own, killed while it waits for its fourth answer; then the same call."""
+    """The real command's function in a process of its own, killed while it waits for its fourth
+    answer; then the same call.
+    """
     hold = threading.Event()
     server = generating.start(fail=lambda number: 200 if number <= 3 or hold.wait(30) else 200)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     code = (
-        "import sys, types; from eyas.prompts import prompt_set, responses; from transformers import AutoTokenizer; from pathlib import Path; "
+        "import sys, types; from eyas.prompts import prompt_set, responses; from "
+        "transformers import AutoTokenizer; from pathlib import Path; "
         "url, tok, folder, asked, out = sys.argv[1:]; t = AutoTokenizer.from_pretrained(tok); "
-        "target = types.SimpleNamespace(name='fake', folder=Path(folder), fingerprint='f' * 64, config_hash='c' * 64, tokenizer=lambda: t); "
-        "responses.generate_responses(url, target, prompt_set.load_prompts(asked).conversations, 16, 1, out)"
+        "target = types.SimpleNamespace(name='fake', folder=Path(folder), fingerprint='f' "
+        "* 64, config_hash='c' * 64, tokenizer=lambda: t); "
+        "responses.generate_responses(url, target, "
+        "prompt_set.load_prompts(asked).conversations, 16, 1, out)"
     )
     asked = prompt_set.write_prompts(tmp_path / "asked.jsonl", generating.asked)
     client = subprocess.Popen(
@@ -1131,7 +1164,9 @@ def test_kill_9_of_the_client(generating, tokenizer, tmp_path):
 
 
 def test_responses_of_another_target_are_kept_where_new_ones_take_their_place(generating, capsys):
-    """One's own answers too, and fields that are not ours; questions alone, and responses of the same settings, are simply answered again."""
+    """One's own answers too, and fields that are not ours; questions alone, and responses of the
+    same settings, are simply answered again.
+    """
     server = generating.start()
     run(generating, server)
     first = generating.out.read_bytes()

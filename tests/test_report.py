@@ -1,4 +1,6 @@
-"""The runner on a tiny notebook: each way to end badly is noticed, recorded and shown; settings are checked first; pages need no network."""
+"""The runner on a tiny notebook: each way to end badly is noticed, recorded and shown; settings are
+checked first; pages need no network.
+"""
 
 import json
 import os
@@ -102,6 +104,7 @@ def no_network(html: str) -> None:
     assert not re.findall(r"<script[^>]*\ssrc", html) and "<link" not in html
 
 
+@pytest.mark.kernel
 def test_success(tmp_path):
     settings = "run_name: tiny\nlearning_rate: 1e-4\nseed: 7\n"  # YAML reads 1e-4 as a string
     record, html = run(
@@ -169,11 +172,15 @@ def failed(record: dict, html: str, tmp_path: Path) -> dict:
     return one["exception"]
 
 
+@pytest.mark.kernel
 def test_exception(tmp_path):
     record, html = run(
         tmp_path,
         "seed",
-        "from eyas.errors import EyasError\nraise EyasError('no store', 'one', 'python -m eyas extract')",
+        (
+            "from eyas.errors import EyasError\nraise EyasError('no store', 'one', 'python -m "
+            "eyas extract')"
+        ),
         "print('never')",
     )
     problem = failed(record, html, tmp_path)
@@ -189,6 +196,7 @@ def test_exception(tmp_path):
     assert any("next: python -m eyas extract" in line for line in problem["lines"])
 
 
+@pytest.mark.kernel
 def test_killed_kernel(tmp_path):
     record, html = run(
         tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "print('never')"
@@ -202,11 +210,15 @@ def test_killed_kernel(tmp_path):
     assert problem["memory_kills"] == 0 and "not the operating system" in problem["what_to_do"]
 
 
+@pytest.mark.kernel
 def test_memory_that_a_cell_asks_for_in_vain(tmp_path):
     """The kernel lives and says so."""
     record, html = run(
         tmp_path,
-        "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**36, 2**36))\nheld = bytearray(2**40)",
+        (
+            "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**36, 2**36))\nheld = "
+            "bytearray(2**40)"
+        ),
         "print('never')",
     )
     problem = failed(record, html, tmp_path)
@@ -237,13 +249,15 @@ def small_group():
     except OSError as error:
         # Goes when a limit can be set without root and in version 2 too.
         pytest.skip(
-            f"no group of processes with a limit of memory can be made here ({error}); run the tests as root on a machine with cgroups of version 1"
+            f"no group of processes with a limit of memory can be made here ({error}); "
+            f"run the tests as root on a machine with cgroups of version 1"
         )
     yield folder
     until(lambda: not (folder / "cgroup.procs").read_text(), 30)
     folder.rmdir()
 
 
+@pytest.mark.kernel
 def test_memory_that_the_operating_system_takes_back(tmp_path, small_group):
     """A real kill for want of memory: the count of such kills rises, and the banner says so."""
     record, html = run(
@@ -280,7 +294,10 @@ def test_memory_that_the_operating_system_takes_back(tmp_path, small_group):
             {
                 "kind": "exception",
                 "ename": "RuntimeError",
-                "evalue": "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",
+                "evalue": (
+                    "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to "
+                    "allocate 9 bytes"
+                ),
             },
             "take less of batch_tok",
         ),
@@ -310,6 +327,7 @@ def test_advice(problem, words):
     ) and "`again`" in runner.advice(problem, "again", "a.log", {})
 
 
+@pytest.mark.kernel
 def test_cell_timeout(tmp_path):
     record, html = run(tmp_path, "import time\ntime.sleep(600)", cell_timeout_s=10.0)
     assert record["return_code"] == runner.EXIT_TIMEOUT and record["duration_s"] < 300
@@ -321,6 +339,7 @@ def test_cell_timeout(tmp_path):
     )
 
 
+@pytest.mark.kernel
 def test_exit_halfway(tmp_path):
     record, html = run(tmp_path, "import sys\nsys.exit(0)", "print('never')")
     assert record["return_code"] == runner.EXIT_STOPPED_EARLY
@@ -328,6 +347,7 @@ def test_exit_halfway(tmp_path):
     assert "stopped before its end" in problem["kind"] and problem["source"] == "import sys"
 
 
+@pytest.mark.kernel
 def test_killed_runner_and_the_notebooks_after_it(tmp_path):
     folder = notebook(
         tmp_path / "notebooks",
@@ -347,6 +367,7 @@ def test_killed_runner_and_the_notebooks_after_it(tmp_path):
     assert record["notebooks"][1]["state"] == "not run" and not (out / "02_after.html").exists()
 
 
+@pytest.mark.kernel
 def test_again_from_the_second(tmp_path):
     folder = notebook(tmp_path / "notebooks", "print('first')")
     notebook(folder, "assert False, 'second'", name="02_after")
@@ -406,8 +427,12 @@ def test_parameters_cell_must_be_literals(tmp_path):
         runner.declared_parameters(path)
 
 
-# What the tiny notebooks below write goes into the run's folder, where `reads` and `writes` look for it.
-HERE = "from eyas.config import Config\nfolder = Config.create(run_name=run_name).run_dir / 'mine'\nfolder.mkdir(exist_ok=True)"
+# What the tiny notebooks below write goes into the run's folder, where `reads` and `writes` look
+# for it.
+HERE = (
+    "from eyas.config import Config\nfolder = Config.create(run_name=run_name).run_dir / "
+    "'mine'\nfolder.mkdir(exist_ok=True)"
+)
 
 
 def tiny_road(folder: Path, words: str = "Words.", two: str = "") -> Path:
@@ -431,8 +456,11 @@ def tiny_road(folder: Path, words: str = "Words.", two: str = "") -> Path:
     )
 
 
+@pytest.mark.kernel
 def test_up_to_date_or_not(tmp_path, monkeypatch, capsys):
-    """By content: what is up to date is shown again, in new words; what is not says why, and its result alone decides about what comes after it."""
+    """By content: what is up to date is shown again, in new words; what is not says why, and its
+    result alone decides about what comes after it.
+    """
     folder, settings, reports = (
         tiny_road(tmp_path / "notebooks"),
         profile(tmp_path, "run_name: tiny\n"),
@@ -504,7 +532,9 @@ def test_up_to_date_or_not(tmp_path, monkeypatch, capsys):
 
 
 def test_what_is_reached(tmp_path, monkeypatch):
-    """A function that a notebook comes to decides, by its code; its words, and functions that it does not come to, do not."""
+    """A function that a notebook comes to decides, by its code; its words, and functions that it
+    does not come to, do not.
+    """
     library = tmp_path / "eyas"
     shutil.copytree(reuse.LIBRARY, library, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(reuse, "LIBRARY", library)
@@ -571,7 +601,9 @@ def test_what_is_reached(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", sorted(report.NOTEBOOKS.glob("0*.ipynb")), ids=lambda p: p.stem)
 def test_what_the_notebooks_read(path, embedded, monkeypatch):
-    """Each says what it reads and writes, in names that there are, and comes to the code that does its work, here or in a job."""
+    """Each says what it reads and writes, in names that there are, and comes to the code that does
+    its work, here or in a job.
+    """
     monkeypatch.delenv("EYAS_DATA")  # where the target is converted already
     work = report.Work(path, settings := resolved_settings(path, {}, {}), Path())
     assert settings.keys() == settings_read(path) > {"run_name"}
@@ -632,17 +664,25 @@ def test_how_long_it_will_take(tmp_path):
     assert course.left_s("01_tiny", [], 0.0, 0.0) is None
 
 
+@pytest.mark.kernel
 def test_stopped_and_killed(tmp_path):
-    """A run that is told to stop takes its notebook, its kernel and what they started with it and says so; so does one that is killed, which is shown as killed. The same goes on from there."""
+    """A run that is told to stop takes its notebook, its kernel and what they started with it and
+    says so; so does one that is killed, which is shown as killed. The same goes on from there.
+    """
     folder = notebook(tmp_path / "notebooks", "print('first')", eyas={"reads": [], "writes": []})
     notebook(
         folder,
         "import os, subprocess, time\nfrom eyas.files import data_dir, write_text\n"
-        "write_text(data_dir() / 'pids', f\"{os.getpid()} {subprocess.Popen(['sleep', '300'], start_new_session=True).pid}\")\ntime.sleep(120)",
+        "write_text(data_dir() / 'pids', f\"{os.getpid()} {subprocess.Popen(['sleep', "
+        "'300'], start_new_session=True).pid}\")\ntime.sleep(120)",
         name="02_long",
     )
     settings, reports = profile(tmp_path, "run_name: tiny\n"), tmp_path / "reports"
-    code = f"from pathlib import Path; from eyas.report.run import run_report; run_report({settings!r}, folder=Path({str(folder)!r}), reports=Path({str(reports)!r}))"
+    code = (
+        f"from pathlib import Path; from eyas.report.run import run_report; "
+        f"run_report({settings!r}, folder=Path({str(folder)!r}), "
+        f"reports=Path({str(reports)!r}))"
+    )
     mark, said = tmp_path / "eyas-data" / "pids", tmp_path / "said"
     for signs, state in (
         ((signal.SIGINT, signal.SIGINT), "interrupted"),
@@ -689,11 +729,16 @@ def test_stopped_and_killed(tmp_path):
     assert "was killed" in (reports / "index.html").read_text()
 
 
+@pytest.mark.kernel
 def test_a_server_that_somebody_else_started_stays(tmp_path):
-    """By hand: neither a notebook nor the run takes it down. One that a run left which was killed: the next one does, at its start."""
+    """By hand: neither a notebook nor the run takes it down.
+
+    One that a run left which was killed: the next one does, at its start.
+    """
     folder = notebook(
         tmp_path / "notebooks",
-        "from eyas.config import Config\nfrom eyas.server.serve import find_server\nserver = find_server(Config.create(run_name=run_name))\n"
+        "from eyas.config import Config\nfrom eyas.server.serve import "
+        "find_server\nserver = find_server(Config.create(run_name=run_name))\n"
         "server and server.done()\nprint('server:', server and server.owner)",
     )
     server_dir = Config.create(run_name="tiny").server_dir
@@ -718,7 +763,9 @@ def test_a_server_that_somebody_else_started_stays(tmp_path):
 
 
 def _as_from_a_terminal() -> None:
-    """Tests that run in the background (`nohup make test &`) have these ignored, and so would what they start."""
+    """Tests that run in the background (`nohup make test &`) have these ignored, and so would what
+    they start.
+    """
     for sign in (signal.SIGINT, signal.SIGHUP):
         signal.signal(sign, signal.SIG_DFL)
 
@@ -732,14 +779,20 @@ def until(condition, seconds: float) -> None:
 
 def test_machine_paths():
     home = os.path.expanduser("~")
-    text = f"File \x1b[32m{ROOT}/lib/eyas/training/trainer.py:12\x1b[39m in {ROOT}; {sys.prefix}/bin/python; see {home}/x and lib{home}; {ROOT}ed"
+    text = (
+        f"File \x1b[32m{ROOT}/lib/eyas/training/trainer.py:12\x1b[39m in {ROOT}; "
+        f"{sys.prefix}/bin/python; see {home}/x and lib{home}; {ROOT}ed"
+    )
     cleaned = pages.without_machine_paths({"a": [text], "image/png": str(ROOT)})
     assert cleaned["image/png"] == str(ROOT)
     longer = re.sub(
         f"^{re.escape(tempfile.gettempdir())}/", "tmp/", f"{ROOT}ed"
     )  # another folder, beside this one
     assert cleaned["a"] == [
-        f"File \x1b[32mlib/eyas/training/trainer.py:12\x1b[39m in .; .venv/bin/python; see ~/x and lib{home}; {longer}"
+        (
+            f"File \x1b[32mlib/eyas/training/trainer.py:12\x1b[39m in .; .venv/bin/python; "
+            f"see ~/x and lib{home}; {longer}"
+        )
     ]
 
 
@@ -767,6 +820,7 @@ def interval(value, low, high):
     return {"value": value, "low": low, "high": high, "level": 0.95}
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize("differing", [0, 2])
 def test_headline_is_copied_to_the_index(tmp_path, monkeypatch, differing):
     """The numbers go from the acceptance files through run.json to the index, as they are."""
@@ -827,7 +881,10 @@ def test_headline_is_copied_to_the_index(tmp_path, monkeypatch, differing):
         "1,000 training conversations",
         "passed (4 tests, 12 samples)",
         "9.1% of the decoded bigrams",
-        "3 of 8 outputs differ from greedy, 3 of them at a tie; speed ratio 1.30, 95 % interval 1.20 to 1.40",
+        (
+            "3 of 8 outputs differ from greedy, 3 of them at a tie; speed ratio 1.30, 95 % "
+            "interval 1.20 to 1.40"
+        ),
     ):
         assert text in index, text
     answer = "Serve it: 1.30 times" if differing == 0 else "Don&#x27;t serve it: its output is not"

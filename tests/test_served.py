@@ -1,4 +1,6 @@
-"""The server's acceptance beside ours: how each answer is counted, a real server that serves a taught drafter, and checkpoints with a fault each."""
+"""The server's acceptance beside ours: how each answer is counted, a real server that serves a
+taught drafter, and checkpoints with a fault each.
+"""
 
 import dataclasses
 import json
@@ -68,11 +70,13 @@ def answer(ids: list[int], accepted: list[int], end_id: int | None = None) -> An
 @pytest.mark.parametrize(
     "ids, accepted, end_id, most, expected",
     [
-        # 1 from the prefill, then 2, 4 and 1 tokens; asked for 5: the step that crosses is counted whole, the one after it is not
+        # 1 from the prefill, then 2, 4 and 1 tokens; asked for 5: the step that crosses is counted
+        # whole, the one after it is not
         ([1] * 8, [1, 3, 0], None, 5, ([1, 3], [3, 3], 5)),
         ([1] * 8, [1, 3, 0], None, 7, ([1, 3], [3, 3], 7)),
         ([1] * 8, [1, 3, 0], None, 8, ([1, 3, 0], [3, 3, 3], 8)),
-        # the text ends at the second draft of a step whose three drafts the server accepted: the third is neither accepted nor proposed
+        # the text ends at the second draft of a step whose three drafts the server accepted: the
+        # third is neither accepted nor proposed
         ([1, 1, 1, 1, END], [1, 3], END, 20, ([1, 2], [3, 2], 5)),
         ([1, 1, 1, END], [1, 3], END, 20, ([1, 1], [3, 1], 4)),  # at the first draft
         (
@@ -203,7 +207,10 @@ def test_agree():
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """(config, target, drafter, prompts), all decoded by us. Two of the texts end by themselves, one of them inside a verify step."""
+    """(config, target, drafter, prompts), all decoded by us.
+
+    Two of the texts end by themselves, one of them inside a verify step.
+    """
     folder = tmp_path_factory.mktemp("served")
     before = os.environ.get("EYAS_DATA")
     os.environ["EYAS_DATA"] = str(folder / "data")
@@ -242,7 +249,9 @@ def world(tmp_path_factory):
 
 
 def end_texts(target, drafter, prompts: list[list[int]]) -> None:
-    """Make two tokens the target's ends: one that is an accepted draft with more accepted behind it, and in another text one that is a bonus token."""
+    """Make two tokens the target's ends: one that is an accepted draft with more accepted behind
+    it, and in another text one that is a bonus token.
+    """
     model = decode.load_model(target, torch.float32, "cpu")
     found: dict[str, list[tuple[int, int]]] = {"draft": [], "bonus": []}  # (prompt, token)
     for n, prompt in enumerate(prompts):
@@ -279,7 +288,9 @@ server = pytest.mark.server
 
 @server
 def test_the_server_accepts_what_our_decoding_does(world, checked):
-    """Float32: the same accepted drafts at each position of each prompt, the same text, and so the same numbers."""
+    """Float32: the same accepted drafts at each position of each prompt, the same text, and so the
+    same numbers.
+    """
     config, _, _, prompts = world
     table, record = checked.prompts, checked.record
     assert table["same_counts"].all() and record["same_counts"] == len(prompts)
@@ -345,7 +356,9 @@ def test_three_sides(world, checked):
 
 
 def made_up(world, accepted) -> Served:
-    """The check's record of answers whose verify steps accept what `accepted(step)` says, all of 30 tokens, and a server that says what an honest one does."""
+    """The check's record of answers whose verify steps accept what `accepted(step)` says, all of 30
+    tokens, and a server that says what an honest one does.
+    """
     config, target, drafter, prompts = world
     steps = []
     while sum(n + 1 for n in steps) + 1 < NEW_TOK:
@@ -400,7 +413,10 @@ def honest(world, **drafting) -> dict:
 
 
 def test_a_server_that_accepts_nothing_is_looked_at(world):
-    """Exactly 1: every step gives the bonus token alone, as under EAGLE for EAGLE3. One accepted draft in all is already something else."""
+    """Exactly 1: every step gives the bonus token alone, as under EAGLE for EAGLE3.
+
+    One accepted draft in all is already something else.
+    """
     nothing = made_up(world, lambda step: 0)
     record = nothing.record
     assert (
@@ -421,7 +437,9 @@ def test_a_server_that_accepts_nothing_is_looked_at(world):
 
 
 def test_an_export_for_something_else_is_named(world):
-    """Its config.json says for which engine, version, boundaries and target it was written; what runs is compared, and an export of others, without the key, is not accused."""
+    """Its config.json says for which engine, version, boundaries and target it was written; what
+    runs is compared, and an export of others, without the key, is not accused.
+    """
     config, target, drafter, _ = world
     found, status = made_up(world, lambda step: 1), honest(world)
     path = config.export_dir / "config.json"
@@ -461,7 +479,9 @@ def test_an_export_for_something_else_is_named(world):
 
 
 def store_of(config, target, prompts: list[Prompt]):
-    """The run's store: of each prompt the target's own greedy response, with the states of all boundaries."""
+    """The run's store: of each prompt the target's own greedy response, with the states of all
+    boundaries.
+    """
     model, head, kept = (
         decode.load_model(target, torch.float32, "cpu"),
         target.head(),
@@ -503,7 +523,9 @@ def cells_from(part: str) -> list[str]:
 
 
 def test_the_page_of_a_drafter_that_sglang_cannot_serve(world, tmp_path, monkeypatch, capsys):
-    """speculators' default drafter, with norm_before_residual, imported and judged by the page's own cells: they say why there is no server, name a command that works, and go on to the end."""
+    """speculators' default drafter, with norm_before_residual, imported and judged by the page's
+    own cells: they say why there is no server, name a command that works, and go on to the end.
+    """
     config, target, taught, prompts = world
     shape = ImportedConfig(**dataclasses.asdict(taught.config) | {"norm_before_residual": True})
     theirs = Drafter(shape, taught.vocab)
@@ -573,7 +595,9 @@ def test_the_page_of_a_drafter_that_sglang_cannot_serve(world, tmp_path, monkeyp
 
 
 def test_the_offline_column_is_of_the_same_prompts(world):
-    """The three columns stand on the prompts that the server answered: the estimate is offline.json's where that is of all of them, and a part of it where the server answers a part."""
+    """The three columns stand on the prompts that the server answered: the estimate is
+    offline.json's where that is of all of them, and a part of it where the server answers a part.
+    """
     config, target, drafter, prompts = world
     run = dataclasses.replace(config, run_name="stored", drafter_run="x")
     store, acceptance = (
@@ -661,7 +685,9 @@ ROUNDS = [
 
 
 def test_throughput_belongs_to_a_drafter(world, monkeypatch):
-    """A record of the benchmark's own function is shown where drafter and draft settings are the ones at hand, and the run's verdict is made of it; another's is left out, and a line says so."""
+    """A record of the benchmark's own function is shown where drafter and draft settings are the
+    ones at hand, and the run's verdict is made of it; another's is left out, and a line says so.
+    """
     config, target, drafter, _ = world
     run = dataclasses.replace(config, run_name="fast")
     path = run.acceptance_dir / "throughput.json"
@@ -675,7 +701,8 @@ def test_throughput_belongs_to_a_drafter(world, monkeypatch):
     monkeypatch.setattr(report, "_parity_sentence", lambda config: "")
     nothing, said = read_throughput(run)
     assert nothing is None and said.endswith(
-        "not measured; next: .venv/bin/python benchmarks/serving.py --profile PROFILE, on a quiet machine"
+        "not measured; next: .venv/bin/python benchmarks/serving.py --profile PROFILE, on "
+        "a quiet machine"
     )
     assert report.headline(run)["served_throughput"] is None
     write_json(path, serving_benchmark.record("demo", run, ROUNDS, 16, False))
@@ -695,8 +722,10 @@ def test_throughput_belongs_to_a_drafter(world, monkeypatch):
         and told["served_throughput"]["prompts"] == 16
     )
     assert verdict.verdict(told).startswith(
-        "With this drafter SGLang is 2.2× faster for one request at a time. At four it is slower: 0.6× as fast. "
-        "Tokens per second divided by those of the same server without the drafter: 2.25 at 1 request at a time"
+        "With this drafter SGLang is 2.2× faster for one request at a time. At four it is "
+        "slower: 0.6× as fast. "
+        "Tokens per second divided by those of the same server without the drafter: 2.25 "
+        "at 1 request at a time"
     )
     ax = plots.plot_throughput(found["ratios"])
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["1", "4"] and list(
@@ -721,7 +750,9 @@ def test_throughput_belongs_to_a_drafter(world, monkeypatch):
 
 
 def test_the_benchmark_leaves_its_numbers_with_the_run(world, tmp_path, monkeypatch):
-    """Its command line with servers and rounds taken away: throughput.json in the acceptance folder of the judged run, and --out beside it."""
+    """Its command line with servers and rounds taken away: throughput.json in the acceptance folder
+    of the judged run, and --out beside it.
+    """
     config, _, _, _ = world
 
     class Up:
@@ -831,7 +862,9 @@ def test_a_fault_of_the_checkpoint_is_named(world, tmp_path, fault):
 
 
 def test_what_the_server_says_of_itself_is_looked_at(world, checked):
-    """EAGLE for EAGLE3, other draft steps, another target, dtype, prompts with a token more: each by its own row, and only that."""
+    """EAGLE for EAGLE3, other draft steps, another target, dtype, prompts with a token more: each
+    by its own row, and only that.
+    """
     config, target, drafter, _ = world
     status = {
         "drafter": {**checked.record["drafter"], "path": str(config.export_dir)},
@@ -871,14 +904,19 @@ def test_a_server_that_drafts_with_other_settings_is_named():
     same_settings({"drafter": told}, config)
     with pytest.raises(
         EyasError,
-        match="drafts with speculative_num_steps 5, speculative_num_draft_tokens 6; expected speculative_num_steps 3, .* 4; next: .*-p speculative_num_steps 5",
+        match=(
+            "drafts with speculative_num_steps 5, speculative_num_draft_tokens 6; expected "
+            "speculative_num_steps 3, .* 4; next: .*-p speculative_num_steps 5"
+        ),
     ):
         same_settings({"drafter": told | {"num_steps": 5, "draft_tokens": 6}}, config)
 
 
 @server
 def test_served_with_a_fault(world, tmp_path):
-    """A real server of a checkpoint with d2t all zero and half of the weights dropped, as a server of one's own: less is accepted, and both are named."""
+    """A real server of a checkpoint with d2t all zero and half of the weights dropped, as a server
+    of one's own: less is accepted, and both are named.
+    """
     config, target, drafter, prompts = world
     bad = broken(
         broken(export_sglang(drafter, target, tmp_path / "export"), "zero", tmp_path / "zero"),
@@ -907,7 +945,9 @@ def test_served_with_a_fault(world, tmp_path):
 
 
 def test_a_server_that_dies_of_its_checkpoint(world, tmp_path):
-    """With d2t absolute a draft can lie beyond the vocabulary, which ends SGLang: the message says what is wrong with the checkpoint."""
+    """With d2t absolute a draft can lie beyond the vocabulary, which ends SGLang: the message says
+    what is wrong with the checkpoint.
+    """
     _, target, drafter, _ = world
     export = export_sglang(drafter, target, tmp_path / "export")
     gone = EyasError("no answer from http://x: RemoteProtocolError", "a running SGLang server")
@@ -940,7 +980,7 @@ def test_other_boundaries_are_refused(world):
 
 
 def test_speed_of_many_requests():
-    """benchmarks/serving.py: seconds for as many tokens, rounds of one number of parallel requests."""
+    """benchmarks/serving.py: seconds for as many tokens, in rounds of equally many requests."""
     rows = [
         {
             "parallel": n,

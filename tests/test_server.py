@@ -1,4 +1,6 @@
-"""The real server: what it says of itself, and whether the captured rows are the target's, for any mix of requests."""
+"""The real server: what it says of itself, and whether the captured rows are the target's, for any
+mix of requests.
+"""
 
 import functools
 import json
@@ -118,7 +120,9 @@ def test_status_reads_back_what_matters(server, embedded):
 
 
 def test_the_other_processes_are_copies_of_the_first(server):
-    """On the plain CPU platform; spawned ones import everything again, which takes as long as all else at the start."""
+    """On the plain CPU platform; spawned ones import everything again, which takes as long as all
+    else at the start.
+    """
     children = psutil.Process(server[1].pid).children(recursive=True)
     assert len(children) >= 2 and not any(
         "multiprocessing" in word for child in children for word in child.cmdline()
@@ -153,7 +157,9 @@ def test_a_server_without_the_boundaries_or_of_another_model_is_refused(server, 
 def test_captured_boundaries_are_hugging_faces_and_their_neighbours_are_not(
     send, embedded, conversations
 ):
-    """Per token: as near to the float32 reference as bf16 rounding allows (measured on Hugging Face itself), nearer than any other boundary."""
+    """Per token: as near to the float32 reference as bf16 rounding allows (measured on Hugging Face
+    itself), nearer than any other boundary.
+    """
     ids = conversations[0]
     reference = hugging_face_boundaries(embedded.folder, ids, torch.float32)
     rounded = hugging_face_boundaries(embedded.folder, ids, torch.bfloat16)
@@ -251,7 +257,9 @@ def test_a_capture_name_never_leaves_the_spool(server, name):
 
 
 def test_rows_of_decoding_are_those_of_prefill(server, send, conversations):
-    """A given text is decoded token by token, beside others; its rows and tokens are the prefilled ones."""
+    """A given text is decoded token by token, beside others; its rows and tokens are the prefilled
+    ones.
+    """
     texts, start = [ids[:60].tolist() for ids in conversations[:3]], 40
 
     def decode(ids):
@@ -274,7 +282,10 @@ def test_rows_as_computed_of_a_prefill_are_all_of_them(server, send, conversatio
 
 
 def test_a_free_port_that_was_taken_meanwhile_costs_a_new_start(tmp_path, monkeypatch):
-    """The port is chosen half a minute before SGLang binds it. Here a plain HTTP server is started, which says what uvicorn says."""
+    """The port is chosen half a minute before SGLang binds it.
+
+    Here a plain HTTP server is started, which says what uvicorn says.
+    """
     code = """if True:
         import http.server, sys
         class Answer(http.server.BaseHTTPRequestHandler):
@@ -321,7 +332,7 @@ def test_server_is_found_again_and_a_second_one_refused(server):
         server_up(Config.create(run_name="other", target=config.target, port=port))
 
 
-# --- extraction, on the same server -------------------------------------------------------------------------------------
+# --- extraction, on the same server ---------------------------------------------------------------
 
 
 def profile(server, **changes) -> Config:
@@ -469,7 +480,7 @@ def test_too_little_disk_is_said_before_the_first_request(server, embedded, monk
     assert server[1].status()["capture"]["captured"] == before
 
 
-# --- life of a server, without a model ----------------------------------------------------------------------------------
+# --- life of a server, without a model ------------------------------------------------------------
 
 
 def test_a_dead_server_is_noticed_at_once_with_the_end_of_its_log(tmp_path):
@@ -488,7 +499,11 @@ def test_a_dead_server_is_noticed_at_once_with_the_end_of_its_log(tmp_path):
 
 
 def test_down_ends_the_whole_family_and_nobody_else(tmp_path):
-    stubborn = "import signal, subprocess, sys, time; signal.signal(15, signal.SIG_IGN); subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); time.sleep(600)"
+    stubborn = (
+        "import signal, subprocess, sys, time; signal.signal(15, signal.SIG_IGN); "
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        "time.sleep(600)"
+    )
     process = subprocess.Popen([sys.executable, "-c", stubborn], start_new_session=True)
     parent = psutil.Process(process.pid)
     end = time.monotonic() + 60
@@ -508,12 +523,17 @@ def test_down_ends_the_whole_family_and_nobody_else(tmp_path):
 
 
 def test_a_server_that_nobody_collects_is_down(tmp_path):
-    """As in a report, which inherits the servers of its notebooks: they stay zombies until it ends, and down waited half a minute for them."""
+    """As in a report, which inherits the servers of its notebooks: they stay zombies until it ends,
+    and down waited half a minute for them.
+    """
     holder = subprocess.Popen(
         [
             sys.executable,
             "-c",
-            "import subprocess, time; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True); time.sleep(600)",
+            (
+                "import subprocess, time; print(subprocess.Popen(['sleep', '600'], "
+                "start_new_session=True).pid, flush=True); time.sleep(600)"
+            ),
         ],
         stdout=subprocess.PIPE,
         text=True,
@@ -527,7 +547,10 @@ def test_a_server_that_nobody_collects_is_down(tmp_path):
 
 
 def test_what_a_dead_server_left_behind_is_ended_too(tmp_path):
-    """SGLang's detokenizer has been seen to outlive a server that was killed. What else is in a session of that number is somebody's own: after a new start they count anew."""
+    """SGLang's detokenizer has been seen to outlive a server that was killed.
+
+    What else is in a session of that number is somebody's own: after a new start they count anew.
+    """
     code = (
         "exec -a sglang::detokenizer sleep 600 & echo $!; exec -a other sleep 600 & echo $!; wait"
     )

@@ -1,4 +1,5 @@
-"""EAGLE3 in the real SGLang on the plain CPU platform: its operations, trees, what feeds the drafter, and output that drafting doesn't change.
+"""EAGLE3 in the real SGLang on the plain CPU platform: its operations, trees, what feeds the
+drafter, and output that drafting doesn't change.
 
 Chains with an honest checkpoint, their acceptance and a drafter with faults are in test_served.py.
 """
@@ -81,7 +82,9 @@ def test_the_plugins_check_names_what_is_gone(operations):
 
 
 def test_sampled_verification_has_the_targets_distribution(operations):
-    """Whatever was drafted, and also behind an accepted draft; and drafts are accepted at all depths."""
+    """Whatever was drafted, and also behind an accepted draft; and drafts are accepted at all
+    depths.
+    """
     found = operations["sampled"]
     for counts, probs in ((found["first"], found["root"]), (found["second"], found["node"])):
         expected = [p * sum(counts) / sum(probs) for p in probs]
@@ -94,7 +97,9 @@ def test_sampled_verification_has_the_targets_distribution(operations):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A target of 6 blocks without an end of text, a drafter that was taught on it, prompts of several lengths."""
+    """A target of 6 blocks without an end of text, a drafter that was taught on it, prompts of
+    several lengths.
+    """
     folder = tmp_path_factory.mktemp("serving")
     made = make_tiny_target(folder / "tiny", n_blocks=6)
     for name in ("config.json", "generation_config.json"):
@@ -178,7 +183,9 @@ def tree(world):
 
 @pytest.fixture(scope="module")
 def shifted(world):
-    """A chain by a checkpoint that names boundaries where SGLang takes the blocks before them: the most common mistake."""
+    """A chain by a checkpoint that names boundaries where SGLang takes the blocks before them: the
+    most common mistake.
+    """
     folder = world.folder / "shifted"
     export_sglang(world.drafter, world.target, folder)
     record = read_json(folder / "config.json")
@@ -209,7 +216,9 @@ def test_drafting_does_not_change_the_output(request, plain, name):
 
 @server
 def test_a_tree_accepts_what_our_decoding_does(world, tree):
-    """The first two levels are equal; deeper ones see keys of another branch at times (SGLang keeps them by place), so few steps may differ."""
+    """The first two levels are equal; deeper ones see keys of another branch at times (SGLang keeps
+    them by place), so few steps may differ.
+    """
     assert tree.status["drafter"] | {"path": None} == {
         "algorithm": "EAGLE3",
         "path": None,
@@ -242,7 +251,9 @@ def test_a_tree_accepts_what_our_decoding_does(world, tree):
 
 @server
 def test_what_the_server_says_it_feeds_is_what_it_feeds(world, shifted):
-    """Ids that mean other boundaries are seen in the running server, and our own decoding, fed with those, accepts the same drafts at each step."""
+    """Ids that mean other boundaries are seen in the running server, and our own decoding, fed with
+    those, accepts the same drafts at each step.
+    """
     told = shifted.status["drafter"]
     assert told["ids"] == list(BOUNDARIES) and told["boundaries"] == [b + 1 for b in BOUNDARIES]
     differs = False
@@ -274,7 +285,10 @@ SYNCHRONOUS = ["--cuda-graph-backend-prefill", "--disable-overlap-schedule"]
 def test_only_a_server_that_captures_or_has_no_graphs_goes_without_overlap(
     tmp_path, device, boundaries, expected
 ):
-    """A ratio's baseline on a GPU is a server as one has it. With a drafter it has the same flags, and those of drafting."""
+    """A ratio's baseline on a GPU is a server as one has it.
+
+    With a drafter it has the same flags, and those of drafting.
+    """
     config, more = (
         Config(device=device),
         [
@@ -296,7 +310,10 @@ def test_only_a_server_that_captures_or_has_no_graphs_goes_without_overlap(
 
 
 def test_float32_on_a_gpu_is_refused_before_anything_starts(world, tmp_path):
-    """SGLang's attention there takes none, or rounds it to TF32. A server of one's own is asked as it is."""
+    """SGLang's attention there takes none, or rounds it to TF32.
+
+    A server of one's own is asked as it is.
+    """
     config = Config.create(run_name="x", target=str(world.target.folder), device="cuda")
     for start in (
         lambda: check(config, world.target, world.drafter, []),
@@ -342,9 +359,13 @@ def test_rejection_sampling_is_refused_where_the_server_would_die_of_it(
 # ---- SmolLM2 in bfloat16, beside the session's server
 
 
+@pytest.mark.slow
 @server
 def test_in_bfloat16_every_difference_is_a_tie(server, embedded, tmp_path):
-    """Half of the prompts are those that the drafter was taught on. Where texts part, the plain server's two best were one bfloat16 step apart at most."""
+    """Half of the prompts are those that the drafter was taught on.
+
+    Where texts part, the plain server's two best were one bfloat16 step apart at most.
+    """
     config, running = server
     conversations = load_prompts(ROOT / "data_manifests" / "eyas_chat.jsonl").select(
         "heldout", 4, seed=1

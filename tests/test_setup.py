@@ -143,7 +143,9 @@ def test_ci_runs_make_test():
 
 @pytest.fixture
 def copy(tmp_path):
-    """The Makefile with all that its rules depend on, in a folder of its own, and commands that only write down how they were called."""
+    """The Makefile with all that its rules depend on, in a folder of its own, and commands that
+    only write down how they were called.
+    """
     for name in (
         "Makefile",
         "pyproject.toml",
@@ -157,7 +159,8 @@ def copy(tmp_path):
     return tmp_path
 
 
-# Stands for python3.11: `-m venv` makes .venv/bin/python, itself again, and pip fails while a file `offline` lies about.
+# Stands for python3.11: `-m venv` makes .venv/bin/python, itself again, and pip fails while a file
+# `offline` lies about.
 PYTHON = """#!/bin/sh
 case "$*" in
     *"sys.version_info"*) exit {version_is_wrong} ;;

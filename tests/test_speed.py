@@ -1,4 +1,6 @@
-"""Replayed acceptance against real decoding, settings for settings; predictions against sums by hand. No test asserts a time."""
+"""Replayed acceptance against real decoding, settings for settings; predictions against sums by
+hand. No test asserts a time.
+"""
 
 import json
 
@@ -68,7 +70,9 @@ def test_grid():
 
 
 def test_replay_equals_real_decoding(model, drafter, prompts):
-    """Verify step for verify step, of chains and trees, up to where the replay no longer knows what the target would say."""
+    """Verify step for verify step, of chains and trees, up to where the replay no longer knows what
+    the target would say.
+    """
     settings, seen = (
         [s for s in grid(Config.create(speed_steps=4, speed_topk=4)) if s.draft_tokens <= 8],
         set(),
@@ -112,7 +116,9 @@ def test_replay_of_a_text_that_ends(model, drafter, prompts, monkeypatch):
 
 
 def test_hits_of_a_part_by_hand():
-    """Candidates level by level: a (.6), b (.3) | a's children c (.5 -> .30), d (.4 -> .24), b's e (.9 -> .27), f (.1 -> .03). The target says b e."""
+    """Candidates level by level: a (.6), b (.3) | a's children c (.5 -> .30), d (.4 -> .24), b's e
+    (.9 -> .27), f (.1 -> .03). The target says b e.
+    """
     draft = Draft([1, 2, 3, 4, 5, 6], [-1, -1, 0, 0, 1, 1], [0.6, 0.3, 0.5, 0.4, 0.9, 0.1])
     settings = [
         Setting(1, 2, 2),
@@ -237,5 +243,6 @@ def test_speed_text(low, high, said):
         in bfloat16
     )
     assert float32.startswith(
-        "float32: with steps 2, top-k 1, draft tokens 3, the best of 9 settings by prediction (1.25); the profile's own setting 0.66"
+        "float32: with steps 2, top-k 1, draft tokens 3, the best of 9 settings by "
+        "prediction (1.25); the profile's own setting 0.66"
     )

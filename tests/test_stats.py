@@ -1,4 +1,6 @@
-"""Numbers about states and texts against closed forms, hand-made stores and slow, plain definitions; and every figure drawn once from such tables."""
+"""Numbers about states and texts against closed forms, hand-made stores and slow, plain
+definitions; and every figure drawn once from such tables.
+"""
 
 import itertools
 import math
@@ -45,7 +47,10 @@ def small_store(folder, samples, dtype="bfloat16"):
 
 @pytest.fixture
 def store(tmp_path):
-    """Three samples of 4 tokens, H = 2, boundaries 1 and 3. First tokens are huge; other norms are 5 and 10."""
+    """Three samples of 4 tokens, H = 2, boundaries 1 and 3.
+
+    First tokens are huge; other norms are 5 and 10.
+    """
     return small_store(
         tmp_path / "store",
         [
@@ -146,8 +151,10 @@ def test_marked_text():
     }
     pre = '<pre style="white-space: pre-wrap">'
     assert stats.marked_text(sample, Letters(), 0) == (
-        f'<div class="muted">turn 1: 3 tokens, 0 of them supervised</div>{pre}a&amp;&lt;e&gt;</pre>\n'
-        f'<div class="muted">turn 2: 4 tokens, 2 of them supervised</div>{pre}<mark>ba</mark>&lt;e&gt;</pre>'
+        f'<div class="muted">turn 1: 3 tokens, 0 of them '
+        f"supervised</div>{pre}a&amp;&lt;e&gt;</pre>\n"
+        f'<div class="muted">turn 2: 4 tokens, 2 of them '
+        f"supervised</div>{pre}<mark>ba</mark>&lt;e&gt;</pre>"
     )
 
 
@@ -203,7 +210,10 @@ def test_unhealthy_states_are_counted():
 
 
 def test_effective_rank():
-    """Singular values 3, 2, 1: p = 9/14, 4/14, 1/14. Equal ones fill all directions; rotation, scale and more rows than columns change nothing."""
+    """Singular values 3, 2, 1: p = 9/14, 4/14, 1/14.
+
+    Equal ones fill all directions; rotation, scale and more rows than columns change nothing.
+    """
     p = np.array([9, 4, 1]) / 14
     expected = math.exp(-(p * np.log(p)).sum())
     q, r = torch.linalg.qr(rows(7, 3)).Q, torch.linalg.qr(rows(5, 5)).Q[:3]
@@ -219,7 +229,9 @@ def test_effective_rank():
 
 
 def test_massive_activations_do_not_decide():
-    """First tokens a thousand times larger change neither rank, maps nor probes; a later token of that size hardly moves the rank."""
+    """First tokens a thousand times larger change neither rank, maps nor probes; a later token of
+    that size hardly moves the rank.
+    """
     states = {b: rows(90, 8, b).float() for b in (0, 4)}
     plain, huge = (
         made_tokens(states, [30, 30, 30]),
@@ -290,7 +302,9 @@ def test_cka_of_copies_and_of_strangers():
 
 
 def test_cka_is_the_unbiased_statistic():
-    """HSIC as its definition: the mean of k_ij (l_ij + l_qr - 2 l_iq) over all ordered quadruples of different tokens."""
+    """HSIC as its definition: the mean of k_ij (l_ij + l_qr - 2 l_iq) over all ordered quadruples
+    of different tokens.
+    """
     sets = [rows(7, 3), rows(7, 2, 1) ** 3]
     grams = [(s @ s.T).numpy() for s in sets]
 
@@ -310,7 +324,9 @@ def test_cka_is_the_unbiased_statistic():
 
 @pytest.mark.parametrize("n", [30, 6])
 def test_ridge(n):
-    """The same as least squares with the penalty as extra rows, with fewer inputs than rows and with more."""
+    """The same as least squares with the penalty as extra rows, with fewer inputs than rows and
+    with more.
+    """
     x, y = rows(n, 9) + 5, rows(n, 2, 1) - 3
     for penalty, (weights, bias) in zip((0.1, 2.0), stats.ridge(x, y, (0.1, 2.0))):
         xc, yc = (x - x.mean(dim=0)).numpy(), (y - y.mean(dim=0)).numpy()
@@ -333,7 +349,10 @@ def test_r_squared():
 
 
 def test_probes():
-    """Boundary 1 is the last state, turned: all of it can be foreseen. Boundary 0 is noise: none of it, and the penalty is the largest."""
+    """Boundary 1 is the last state, turned: all of it can be foreseen.
+
+    Boundary 0 is noise: none of it, and the penalty is the largest.
+    """
     lengths, last = [40] * 16, rows(640, 6, 1).float()
     turned = last @ torch.linalg.qr(rows(6, 6, 2)).Q.float()
     tokens = made_tokens({0: rows(640, 6, 3).float(), 1: turned, 2: last}, lengths)
@@ -368,7 +387,10 @@ def test_probes():
 
 
 def test_next_token_agreement(store):
-    """Token 2 is 1 and the state at 1 points to id 1: agrees. Token 3 is 2 and the state at 2 points to id 0: does not."""
+    """Token 2 is 1 and the state at 1 points to id 1: agrees.
+
+    Token 3 is 2 and the state at 2 points to id 0: does not.
+    """
     assert stats.next_token_agreement(stats.read_tokens(store, ["a"]), HEAD) == (1, 2)
 
 
@@ -400,7 +422,9 @@ def test_shingles():
 
 
 def test_similar_prompts():
-    """p and q are the same, r has one token more, h is held out and like r; the template's tokens before each of them count in none."""
+    """p and q are the same, r has one token more, h is held out and like r; the template's tokens
+    before each of them count in none.
+    """
     words = {
         "p": list(range(10, 20)),
         "q": list(range(10, 20)),
@@ -416,7 +440,9 @@ def test_similar_prompts():
         assert list(table.loc[["p", "q", "r"], "same"]) == [1, 1, 0]
         across = (
             4 if template else 0
-        )  # shingles with template and words: shared by p, q and r, not by h, which begins with another word
+            # shingles with template and words: shared by p, q and r, not by h, which begins with
+            # another word
+        )
         assert table.loc["p", "jaccard"] == 1 and table.loc["p", "nearest"] == "q"
         assert table.loc["r", "jaccard"] == pytest.approx((6 + across) / (7 + across))
         assert (
@@ -439,8 +465,11 @@ def test_repetition():
 
 
 def test_ceiling_by_hand():
-    """Drafts of 2, token 9 outside. The prefill gives 1; drafts 2 3 and the bonus 9 (outside: a bonus comes from the target); 4 and the bonus 9; 9 fails
-    at once and is its own bonus; 5 is the last: nothing is drafted behind it."""
+    """Drafts of 2, token 9 outside.
+
+    The prefill gives 1; drafts 2 3 and the bonus 9 (outside: a bonus comes from the target); 4 and
+    the bonus 9; 9 fails at once and is its own bonus; 5 is the last: nothing is drafted behind it.
+    """
     draftable = torch.ones(10, dtype=torch.bool)
     draftable[9] = False
     row = stats.ceiling([[1, 2, 3, 9, 4, 9, 9, 5]], draftable, 2).iloc[0]
@@ -487,7 +516,8 @@ def test_ceilings():
         and table.loc[4, "coverage"] == 1
         and table.loc[4, "formula"] == 4
     )
-    # D = 2: 3 drafts and the bonus, then the last token by itself; a miss, then the last token. D = 4: the same, and both drafts of the short one.
+    # D = 2: 3 drafts and the bonus, then the last token by itself; a miss, then the last token. D =
+    # 4: the same, and both drafts of the short one.
     assert table.loc[2, "acceptance_length"] == pytest.approx(
         (3 + 1 + 0 + 1 + 4) / 4
     ) and table.loc[4, "acceptance_length"] == pytest.approx((3 + 1 + 2 + 3) / 3)
@@ -509,7 +539,9 @@ def test_token_errors():
 
 
 def test_drift(tmp_path):
-    """Boundary 1 is the same, 3 differs by less than one rounding, 5 by more; one sample has other ids, one another mask, two are in one store only."""
+    """Boundary 1 is the same, 3 differs by less than one rounding, 5 by more; one sample has other
+    ids, one another mask, two are in one store only.
+    """
     base = rows(4, 2).to(torch.bfloat16).float()
 
     def sample(id, factor=1.0, ids=IDS, mask=MASK):
@@ -536,7 +568,8 @@ def test_drift(tmp_path):
     )
     for store in (here, there):
         store.manifest["dtype"] = (
-            "bfloat16"  # the bound comes from it; the states above are finer, so that the errors are exact
+            # the bound comes from it; the states above are finer, so that the errors are exact
+            "bfloat16"
         )
     found = stats.drift(here, there, 0)
     assert (
@@ -556,9 +589,9 @@ def test_drift(tmp_path):
         [0, 0.002 / 1.002, 0.01 / 1.01], rel=1e-3
     ) and list(table["cosine_p01"]) == pytest.approx([1, 1, 1])
     assert (
-        "boundary 3 is the first that is not bit for bit the same everywhere; boundary 5 is the first that parts"
-        in str(found)
-    )
+        "boundary 3 is the first that is not bit for bit the same everywhere; boundary 5 "
+        "is the first that parts"
+    ) in str(found)
     assert "all boundaries are bit for bit the same; no boundary parts" in str(
         stats.drift(here, here, 0)
     )
@@ -593,7 +626,9 @@ def interval(value, low=None, high=None):
 
 
 def test_every_plot_draws(store):
-    """Each gives its axes, takes given ones, and shows the numbers that it got; without interval or held-out rows too."""
+    """Each gives its axes, takes given ones, and shows the numbers that it got; without interval or
+    held-out rows too.
+    """
     metrics = pd.DataFrame(
         [
             {

@@ -1,4 +1,6 @@
-"""The store without a server: what it promises to whoever writes, reads, is killed or meets altered bytes."""
+"""The store without a server: what it promises to whoever writes, reads, is killed or meets altered
+bytes.
+"""
 
 import errno
 import itertools
@@ -80,7 +82,9 @@ def write(folder, ids, shard_bytes=1000, **changes) -> Store:
 
 
 def everything(folder) -> dict[str, bytes]:
-    """Every byte that an undisturbed run would leave; the report of a verification has a date and is left out."""
+    """Every byte that an undisturbed run would leave; the report of a verification has a date and
+    is left out.
+    """
     return {
         str(p.relative_to(folder)): p.read_bytes()
         for p in sorted(folder.rglob("*"))
@@ -167,7 +171,9 @@ def test_a_file_is_what_safetensors_writes(tmp_path):
 
 
 def test_a_reader_of_some_boundaries_reads_only_their_bytes(tmp_path):
-    """31 boundaries of 1 MiB in one shard; how much of the file this process has mapped in, as the kernel counts it, after reading three of them."""
+    """31 boundaries of 1 MiB in one shard; how much of the file this process has mapped in, as the
+    kernel counts it, after reading three of them.
+    """
     wide, length, hidden = tuple(range(31)), 512, 1024
     states = {b: torch.full((length, hidden), float(b)).bfloat16() for b in wide}
     sample = Rows(
@@ -186,7 +192,8 @@ def test_a_reader_of_some_boundaries_reads_only_their_bytes(tmp_path):
         kept = store.read("s", (3, 15, 27))
         assert all((rows == b).all() for b, rows in kept["states"].items())
         maps = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read())
-        print(sum(int(re.search(r"Rss: +([0-9]+) kB", m).group(1)) for m in maps if m and ".safetensors" in m.splitlines()[0]))
+        print(sum(int(re.search(r"Rss: +([0-9]+) kB", m).group(1)) for m in maps if m and \
+".safetensors" in m.splitlines()[0]))
     """)
     resident_kib = int(
         subprocess.run(
@@ -267,11 +274,13 @@ def test_a_sample_of_another_length_than_planned_is_refused(tmp_path):
     writer.close()
 
 
-# --- fp8 --------------------------------------------------------------------------------------------------------------------
+# --- fp8 ------------------------------------------------------------------------------------------
 
 
 def test_fp8_has_a_scale_per_token_and_boundary(tmp_path):
-    """A token 1,000 times as large beside the others costs them nothing; half an e4m3 step is 1/16 of a value at most."""
+    """A token 1,000 times as large beside the others costs them nothing; half an e4m3 step is 1/16
+    of a value at most.
+    """
     big = rows("a", 6)
     big.states[3][0] *= 1000
     store = write_store(tmp_path / "store", MANIFEST | {"dtype": "float8_e4m3fn"}, head(), [big])
@@ -301,11 +310,14 @@ def test_fp8_of_zeros_is_zeros():
     assert torch.equal(from_fp8(*to_fp8(torch.zeros(2, 4))), torch.zeros(2, 4).bfloat16())
 
 
-# --- altered, torn, missing, foreign ------------------------------------------------------------------------------------------
+# --- altered, torn, missing, foreign --------------------------------------------------------------
 
 
 def test_a_thousand_single_byte_changes_are_found_or_harmless(tmp_path, monkeypatch):
-    """In every file of a store. Harmless ones leave every value of the store as it was: white space, unused bytes of Parquet."""
+    """In every file of a store.
+
+    Harmless ones leave every value of the store as it was: white space, unused bytes of Parquet.
+    """
     monkeypatch.setattr(os, "fsync", lambda _: None)
     ids = [f"s{n}" for n in range(6)]
     folder = write(tmp_path / "store", ids, shard_bytes=500).folder
@@ -434,7 +446,9 @@ def test_manifest_and_index_come_back_from_each_other(tmp_path, name, said):
     ],
 )
 def test_a_deleted_manifest_or_index_is_damage_and_comes_back(tmp_path, name, said):
-    """Not a store that is empty or not there: a writer would start it over, and repair would remove its shards as nobody's."""
+    """Not a store that is empty or not there: a writer would start it over, and repair would remove
+    its shards as nobody's.
+    """
     ids = [f"s{n}" for n in range(9)]
     folder = write(tmp_path / "store", ids).folder
     undisturbed = everything(folder)
@@ -476,7 +490,9 @@ def mended(folder, ids, **options) -> None:
     "damage, same", [("byte", True), ("truncated", True), ("header", False), ("deleted", False)]
 )
 def test_index_and_a_shard_damaged_together_with_holes_in_others(tmp_path, damage, same):
-    """What the header still says is taken from it, to the same bytes; samples of a shard of which nothing is left are planned after the others, under its number."""
+    """What the header still says is taken from it, to the same bytes; samples of a shard of which
+    nothing is left are planned after the others, under its number.
+    """
     ids = [f"s{n}" for n in range(30)]
     run(tmp_path / "undisturbed", ids)
     folder = tmp_path / "store"
@@ -660,11 +676,13 @@ def test_a_seal_breaks_with_any_value():
     )
 
 
-# --- killed, failed, out of disk: the same command again ends with the same bytes ----------------------------------------------
+# --- killed, failed, out of disk: the same command again ends with the same bytes -----------------
 
 
 def run(folder, ids, skip=(), shard_bytes=1500, stop_after=None, retry_failed=False) -> StoreWriter:
-    """What extraction does with a writer; `skip` fail with "again", or for good when retry_failed is to find them."""
+    """What extraction does with a writer; `skip` fail with "again", or for good when retry_failed
+    is to find them.
+    """
     samples = {r.id: r for r in made(ids)}
     writer = StoreWriter(folder, MANIFEST, head(), shard_bytes)
     try:
@@ -753,7 +771,9 @@ def test_a_full_disk_stops_the_writer_and_costs_nothing(tmp_path, monkeypatch, w
 
 
 def test_killed_at_any_moment_the_store_ends_byte_for_byte_the_same(tmp_path):
-    """A writer that is killed again and again; each next one goes on, every counted sample is whole, and the end is that of an undisturbed run."""
+    """A writer that is killed again and again; each next one goes on, every counted sample is
+    whole, and the end is that of an undisturbed run.
+    """
     ids, folder, kills = [f"s{n}" for n in range(60)], tmp_path / "store", 0
     for attempt in range(60):
         child = os.fork()
@@ -808,7 +828,10 @@ def test_the_index_is_plain_parquet(tmp_path):
 
 
 def test_an_index_that_is_replaced_meanwhile_is_read_whole(tmp_path):
-    """As an extraction does it, every few seconds. Given the path, pyarrow opens it twice, which met both files (some reads in a hundred here)."""
+    """As an extraction does it, every few seconds.
+
+    Given the path, pyarrow opens it twice, which met both files (some reads in a hundred here).
+    """
     folder = write(tmp_path / "store", ["a", "b"]).folder
     index, ended = folder / "index.parquet", threading.Event()
     versions = [

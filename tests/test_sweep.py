@@ -1,4 +1,6 @@
-"""The layer study: its search and its numbers against what is known by hand, and a real sweep (papermill, Ray) that is killed, goes on, and survives a failure."""
+"""The layer study: its search and its numbers against what is known by hand, and a real sweep
+(papermill, Ray) that is killed, goes on, and survives a failure.
+"""
 
 import contextlib
 import itertools
@@ -46,7 +48,9 @@ N_BLOCKS, H = 8, 64
 
 
 def test_forward_selection_finds_what_an_exhaustive_search_finds():
-    """Where what a boundary adds does not depend on the others, greedy is exact: every round's choice is the best set of its size."""
+    """Where what a boundary adds does not depend on the others, greedy is exact: every round's
+    choice is the best set of its size.
+    """
     worth = dict(zip(range(8), np.random.default_rng(0).permutation(8) + 1.0))
 
     def value(choice):
@@ -64,7 +68,8 @@ def test_forward_selection_finds_what_an_exhaustive_search_finds():
             itertools.combinations(range(8), size), key=value
         ) and row.value == value(row.boundaries)
     assert len(path[path["chosen"]]) == 4 and len(asked) == 8 + 7 + 6 + 5
-    # a right guide: one training a round gives the same path, but for neighbours, which are put behind
+    # a right guide: one training a round gives the same path, but for neighbours, which are put
+    # behind
     asked.clear()
     guided = forward_selection(range(8), measure, value, tried=1, size=4)
     assert list(guided["boundaries"]) == list(path[path["chosen"]]["boundaries"]) == asked
@@ -136,7 +141,9 @@ def test_what_can_be_served_and_what_it_costs(target):
 
 
 def test_foresight_finds_the_boundaries_that_tell_the_next_state():
-    """The next token's last state is a linear map of boundary 1's state, of boundary 2's, and of the next token's embedding: R² grows to 1 as they come together."""
+    """The next token's last state is a linear map of boundary 1's state, of boundary 2's, and of
+    the next token's embedding: R² grows to 1 as they come together.
+    """
     g = torch.Generator().manual_seed(0)
     n_samples, length, h, vocab = 60, 24, 12, 50
     n = n_samples * length
@@ -236,7 +243,8 @@ def test_table_and_sentence(target):
     )
     text = layers.sentence(table.reset_index(), counts, "tiny", seed=0)
     assert text.startswith(
-        "For tiny, feed the drafter from boundaries 1 7: 1.467 tokens a verify step against 1.367 from the default 2 4 5, +0.100 [+0.100, +0.100]"
+        "For tiny, feed the drafter from boundaries 1 7: 1.467 tokens a verify step "
+        "against 1.367 from the default 2 4 5, +0.100 [+0.100, +0.100]"
     )
     assert (
         "30 held-out samples, 3 seeds: +0.100, +0.100, +0.100" in text
@@ -382,7 +390,7 @@ def test_identity_of_a_training(data, target):
         )
     with pytest.raises(EyasError, match="does not declare the setting concurrency"):
         Sweep(config, store).member({"concurrency": 3})
-    with Sweep(config, store), pytest.raises(EyasError, match="is going on"), Sweep(config, store):
+    with Sweep(config, store), pytest.raises(EyasError, match="is running"), Sweep(config, store):
         pass
     plain, wordy, other = (
         "def f(x):\n    return x + 1",
@@ -451,7 +459,8 @@ from eyas.store.reader import Store
 from eyas.studies.sweep import Sweep
 config = Config.create(**json.loads(sys.argv[1]))
 with Sweep(config, Store.open(config.store_dir)) as sweep:
-    for member in sweep.run([{"boundaries": b, "seed": 0} for b in ((2, 4), (99,), (5,), (1, 7), (2, 4))]):
+    for member in sweep.run([{"boundaries": b, "seed": 0} for b in ((2, 4), (99,), (5,), (1, 7), \
+(2, 4))]):
         print(member, member.record["state"], member.problem())
 """
 
@@ -460,9 +469,12 @@ def started_by(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
-@pytest.mark.notebooks
+@pytest.mark.slow
+@pytest.mark.kernel
 def test_a_killed_sweep_goes_on_and_a_failure_stops_no_other(data, target, tmp_path):
-    """SIGKILL of the driver after the first training that ended well; then the same again: what was finished is not repeated, what failed is said, nobody is left."""
+    """SIGKILL of the driver after the first training that ended well; then the same again: what was
+    finished is not repeated, what failed is said, nobody is left.
+    """
     config = config_for(target)
     store = write_store(config, target)
     members = {

@@ -1,4 +1,6 @@
-"""The target: right values against references of another make (the GGUF's raw bytes, Hugging Face's own model), and clear refusals."""
+"""The target: right values against references of another make (the GGUF's raw bytes, Hugging Face's
+own model), and clear refusals.
+"""
 
 import importlib.metadata
 import json
@@ -43,7 +45,7 @@ def hugging_face(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-# --- the embedded target -------------------------------------------------------------------------------------------------
+# --- the embedded target --------------------------------------------------------------------------
 
 
 def test_manifest_is_about_the_packages_file_and_the_converted_folder(embedded, gguf_file):
@@ -68,7 +70,9 @@ def test_manifest_is_about_the_packages_file_and_the_converted_folder(embedded, 
 
 
 def dequantised(tensor) -> np.ndarray:
-    """float32 [out, in] of a GGUF tensor, from the raw bytes of its blocks of 32 values (layouts: block_q8_0, block_q4_1 of ggml-common.h)."""
+    """float32 [out, in] of a GGUF tensor, from the raw bytes of its blocks of 32 values (layouts:
+    block_q8_0, block_q4_1 of ggml-common.h).
+    """
     raw = tensor.data
     if tensor.tensor_type.name == "F32":
         return np.array(raw)
@@ -88,7 +92,9 @@ def dequantised(tensor) -> np.ndarray:
 
 
 def rotary_halves(weight: np.ndarray, n_heads: int) -> np.ndarray:
-    """llama.cpp keeps the two values that RoPE turns together side by side in each head, Hugging Face in the head's two halves."""
+    """llama.cpp keeps the two values that RoPE turns together side by side in each head, Hugging
+    Face in the head's two halves.
+    """
     heads = weight.reshape(n_heads, -1, weight.shape[1])
     return np.concatenate([heads[:, 0::2], heads[:, 1::2]], axis=1).reshape(weight.shape)
 
@@ -169,7 +175,8 @@ def test_tokenizer_chat_template_and_end_of_turn(embedded, gguf_reader):
         [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
     )
     assert text == (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by "
+        "Hugging Face<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
     tokens = gguf_reader.fields["tokenizer.ggml.tokens"].contents()
@@ -214,7 +221,7 @@ def test_an_altered_or_missing_package_is_refused():
     )
 
 
-# --- head, embedding, last block -----------------------------------------------------------------------------------------
+# --- head, embedding, last block ------------------------------------------------------------------
 
 
 def states_and_logits(folder, ids):
@@ -283,7 +290,7 @@ def test_a_folder_of_several_files_reads_the_same(tiny, tmp_path):
     assert sharded.fingerprint != tiny.fingerprint  # over the files, which differ
 
 
-# --- any local folder ----------------------------------------------------------------------------------------------------
+# --- any local folder -----------------------------------------------------------------------------
 
 
 def test_facts_of_a_local_folder(tiny):
@@ -369,7 +376,7 @@ def test_a_missing_file_of_several_is_refused(tiny):
     assert "0 weights named embed_tokens.weight" in refused(tiny.embedding)
 
 
-# --- boundaries ----------------------------------------------------------------------------------------------------------
+# --- boundaries -----------------------------------------------------------------------------------
 
 
 def test_default_boundaries():
@@ -398,7 +405,8 @@ def test_boundaries_outside_the_target():
 def test_a_tokenizer_that_is_python_runs_only_where_it_is_trusted(tmp_path):
     folder = make_tiny_target(tmp_path / "own")
     (folder / "tokenization_own.py").write_text(
-        "from transformers import PreTrainedTokenizerFast\n\n\nclass OwnTokenizer(PreTrainedTokenizerFast):\n    own = True\n"
+        "from transformers import PreTrainedTokenizerFast\n\n\nclass "
+        "OwnTokenizer(PreTrainedTokenizerFast):\n    own = True\n"
     )
     settings = read_json(folder / "tokenizer_config.json")
     write_json(
@@ -409,9 +417,7 @@ def test_a_tokenizer_that_is_python_runs_only_where_it_is_trusted(tmp_path):
             "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]},
         },
     )
-    with pytest.raises(
-        EyasError, match="Python that lies in its folder.*-p trust_remote_code true"
-    ):
+    with pytest.raises(EyasError, match="Python code in its folder.*-p trust_remote_code true"):
         load_target(str(folder)).tokenizer()
     tokenizer = load_target(str(folder), trust_remote_code=True).tokenizer()
     assert (
@@ -427,7 +433,8 @@ def test_a_model_that_is_python_runs_only_where_it_is_trusted(tmp_path):
     folder = make_tiny_target(tmp_path / "own")
     plain = load_target(str(folder)).causal_lm(torch.float32)
     (folder / "modeling_own.py").write_text(
-        "from transformers import LlamaConfig, LlamaForCausalLM\n\n\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n\n\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n\n\nclass "
+        "OwnConfig(LlamaConfig):\n    model_type = 'own'\n\n\n"
         "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n    own = True\n"
     )
     auto_map = {
@@ -441,7 +448,7 @@ def test_a_model_that_is_python_runs_only_where_it_is_trusted(tmp_path):
     )
     with pytest.raises(
         EyasError,
-        match="the model own is Python that lies in its folder.*-p trust_remote_code true",
+        match="the model own is Python code in its folder.*-p trust_remote_code true",
     ):
         load_target(str(folder)).causal_lm(torch.float32)
     model, ids = (

@@ -1,4 +1,6 @@
-"""Processes that share a step: memory in common, errors of any of them in the first, and an end with it, however it ends."""
+"""Processes that share a step: memory in common, errors of any of them in the first, and an end
+with it, however it ends.
+"""
 
 import ctypes
 import os
@@ -183,7 +185,7 @@ def test_no_process_outlives_the_first(how):
 
 
 def test_interrupted_from_the_keyboard_the_first_alone_says_so():
-    """Ctrl-C reaches the whole group; a traceback of every process would bury the one that counts."""
+    """Ctrl-C reaches the whole group; one traceback counts, and others would bury it."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(

@@ -1,4 +1,6 @@
-"""Training against a slow and obvious float64 reference, and what a run promises: repeatable, resumable, refusing what does not fit."""
+"""Training against a slow and obvious float64 reference, and what a run promises: repeatable,
+resumable, refusing what does not fit.
+"""
 
 import errno
 import hashlib
@@ -38,7 +40,8 @@ from helpers.drafters import BOUNDARIES, SHAPE, H, V, make_drafter, make_sample
 from helpers.stores import write_random_store
 from helpers.tiny import make_tiny_target
 
-# ---- the loss and its gradient: one slot, one step, one key at a time, full attention, from the definition
+# ---- the loss and its gradient: one slot, one step, one key at a time, full attention, from the
+# definition
 
 
 def norm(x, weight):
@@ -62,7 +65,10 @@ def heads(x, weight, position=None):
 
 
 def row_loss(name, log_q, p_draft, p_whole):
-    """One row, from the definitions: `p_draft` sums to 1 over the draft vocabulary, `p_whole` over the target's whole one."""
+    """One row, from the definitions:
+
+    `p_draft` sums to 1 over the draft vocabulary, `p_whole` over the target's whole one.
+    """
     q = log_q.exp()
     alpha = torch.minimum(p_whole, q).sum()
     kl = sum(p * (p.log() - log) for p, log in zip(p_draft, log_q))
@@ -78,7 +84,9 @@ def row_loss(name, log_q, p_draft, p_whole):
 def reference_loss(
     drafter, samples, head, n_steps, decay, loss_name="kl", mask_shift=1, grid=False
 ):
-    """(total, loss sums, hits, slots by draft step) of the samples, packed or not being no notion here."""
+    """(total, loss sums, hits, slots by draft step) of the samples, packed or not being no notion
+    here.
+    """
     weights, shape, vocab_ids = (
         dict(drafter.named_parameters()),
         drafter.config,
@@ -284,7 +292,7 @@ def test_every_loss_equals_the_reference(loss, n_steps):
 
 
 def test_attention_without_the_fused_kernel_is_the_same(monkeypatch):
-    """What runs where the CPU's kernel is not: the plain formulas, with the same joint log-sum-exp."""
+    """Without the CPU's kernel the plain formulas run, with the same joint log-sum-exp."""
     fused = both_losses(MASKS["packed"], 4, 0.8)[0]
     monkeypatch.setattr(eyas.training.attention, "FUSED_ON", ())
     plain = both_losses(MASKS["packed"], 4, 0.8)[0]
@@ -294,7 +302,9 @@ def test_attention_without_the_fused_kernel_is_the_same(monkeypatch):
 
 
 def test_parts_have_equal_shares_of_the_work():
-    """Five samples, one of them twice as a mix of stores can have it: every slot in one part, and each part's work the same, give or take the slots where it begins and ends."""
+    """Five samples, one of them twice as a mix of stores can have it: every slot in one part, and
+    each part's work the same, give or take the slots where it begins and ends.
+    """
     sizes = [("a", 5, 40), ("b", 11, 12), ("a", 5, 40), ("c", 1, 30), ("d", 8, 9), ("e", 0, 7)]
     for slot_rows in (1, 12):
         work = {id: slot_rows + rows / active for id, active, rows in sizes if active}
@@ -320,7 +330,9 @@ def test_parts_have_equal_shares_of_the_work():
 
 @pytest.mark.parametrize("n_steps", [1, 3])
 def test_a_sample_that_is_cut_gives_what_it_gives_whole(n_steps):
-    """Each part of a sample learns from its share of the active slots, with all keys: losses and gradients add up."""
+    """Each part of a sample learns from its share of the active slots, with all keys: losses and
+    gradients add up.
+    """
     samples = {str(i): make_sample(mask, seed=i) for i, mask in enumerate(MASKS["packed"])}
     head, found = make_head(), []
     for cuts in ([slice(None)], [slice(0, 2), slice(2, None)]):
@@ -400,7 +412,11 @@ def test_order_and_packing_change_nothing():
 
 
 def test_supervised_slots_by_hand():
-    """Tokens 3 .. 6 are the answer. Step 0 is supervised at slots 2 .. 5: it takes tokens 3 .. 6, and no slot before."""
+    """Tokens 3 ..
+
+    6 are the answer. Step 0 is supervised at slots 2 .. 5: it takes tokens 3 .. 6, and no slot
+    before.
+    """
     drafter = make_drafter()
     sample = make_sample([0, 0, 0, 1, 1, 1, 1, 0])
     batch = pack([("a", sample)], BOUNDARIES, drafter.vocab, 3, torch.float64)
@@ -488,7 +504,9 @@ def config_for(**values) -> Config:
     ids=str,
 )
 def test_passes_and_threads_change_nothing(data, store, target, monkeypatch, change, settings):
-    """A step cut into passes is the step: same order of samples, same slots, weights and held-out losses that differ by rounding alone; threads repeat bit for bit."""
+    """A step cut into passes is the step: same order of samples, same slots, weights and held-out
+    losses that differ by rounding alone; threads repeat bit for bit.
+    """
     monkeypatch.setattr(
         eyas.training.trainer, "JUDGED", 1
     )  # more groups of held-out samples than processes
@@ -541,7 +559,10 @@ Path(sys.argv[4], f"judged-{ranks.RANK}").write_text(" ".join(judged))
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_give_the_result_of_one(data, store, target, tmp_path, parallel, capsys):
-    """With gloo on this machine, under torchrun; some steps have a single sample, so one rank has nothing of its own. Each judges its share of the held-out samples. A checkpoint of two ranks goes on with one."""
+    """With gloo on this machine, under torchrun; some steps have a single sample, so one rank has
+    nothing of its own. Each judges its share of the held-out samples. A checkpoint of two ranks
+    goes on with one.
+    """
     values = {
         name: getattr(config_for(), name)
         for name in ("boundaries", "threads", "draft_vocab_size", "batch_tok", "without_parity")
@@ -697,12 +718,15 @@ for name, (where, step, values) in eval(sys.argv[1]).items():
     if where == "between evaluation and checkpoint":
         Training.evaluate = judged
     try:
-        train(Config.create(**values), store, target, on_step=lambda done: where == "behind a step" and done["step"] == step and die())
+        train(Config.create(**values), store, target, on_step=lambda done: where == "behind a \
+step" and done["step"] == step and die())
     finally:
         os._exit(1)
 """
 ENDS = (5, 10)  # last steps of the two epochs
-KILLS = {  # where, at which step, threads, and the checkpoints that are there then: of every second step and each epoch's end the last two
+# where, at which step, threads, and the checkpoints that are there then: of every second step and
+# each epoch's end the last two
+KILLS = {
     "before any checkpoint": ("behind a step", 1, 1, []),
     "at an epoch's end": ("behind a step", 5, 1, [4, 5]),
     "at a checkpoint": ("behind a step", 6, 1, [5, 6]),
@@ -715,7 +739,9 @@ KILLS = {  # where, at which step, threads, and the checkpoints that are there t
 
 @pytest.fixture(scope="module")
 def killed(target, tmp_path_factory):
-    """(data folder, store, config of a case's run): each of KILLS begun and killed, in a process of its own."""
+    """(data folder, store, config of a case's run): each of KILLS begun and killed, in a process of
+    its own.
+    """
     folder = tmp_path_factory.mktemp("killed")
     store = Store.open(write_random_store(folder / "store", target))
     assert [epoch for epoch, _ in plan(lengths_of(store), 2.0, 64, 0)] == [0] * ENDS[0] + [1] * (
@@ -823,7 +849,10 @@ def test_killed_and_started_again_gives_the_same_run(
 
 
 def test_going_on_with_other_parts_is_said(data, store, target, capsys):
-    """Other threads or pass_tok are the same training to rounding: no error, and no silence. A checkpoint that does not name its parts, as once, is taken as it is."""
+    """Other threads or pass_tok are the same training to rounding: no error, and no silence.
+
+    A checkpoint that does not name its parts, as once, is taken as it is.
+    """
     train(config_for(epochs=1.0), store, target)
     for change, text in (
         ({"threads": 2}, "threads 1, now 2"),
@@ -901,7 +930,9 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_sample(data, target, tmp_
 def test_a_process_that_is_killed_ends_the_run_and_the_same_command_goes_on(
     data, store, target, monkeypatch
 ):
-    """As the system kills one that takes too much memory, here when the other weights of step 8 are changed already: no half of a step is learned, and no process is left over."""
+    """As the system kills one that takes too much memory, here when the other weights of step 8 are
+    changed already: no half of a step is learned, and no process is left over.
+    """
     update = Training._update
 
     def killed(self, norm):
@@ -914,7 +945,10 @@ def test_a_process_that_is_killed_ends_the_run_and_the_same_command_goes_on(
         patch.setattr(Training, "_update", killed)
         with pytest.raises(
             EyasError,
-            match="a process that shares the training was killed.*the same command, which goes on at the last checkpoint",
+            match=(
+                "a process that shares the training was killed.*the same command, which goes "
+                "on at the last checkpoint"
+            ),
         ):
             train(config, store, target)
     assert not multiprocessing.active_children()
@@ -954,7 +988,10 @@ def test_a_loss_that_jumps_stops_and_names_the_sample(data, store, target):
     worst = max(alone, key=alone.get)
     with pytest.raises(
         EyasError,
-        match=rf"step 30 jumped to [\d.]+, the median of the last 29 is 3.\d+; the most, {alone[worst]:.2f}, has sample {worst}; expected at most 3 times the median",
+        match=(
+            rf"step 30 jumped to [\d.]+, the median of the last 29 is 3.\d+; the most, "
+            rf"{alone[worst]:.2f}, has sample {worst}; expected at most 3 times the median"
+        ),
     ):
         training.optimise()
     assert all(
@@ -988,7 +1025,8 @@ def test_a_step_without_a_supervised_slot_stops_and_names_its_samples(data, targ
 
 
 ALLOCATOR = RuntimeError(
-    "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 123 bytes."
+    "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate "
+    "memory: you tried to allocate 123 bytes."
 )
 
 
@@ -998,19 +1036,32 @@ ALLOCATOR = RuntimeError(
     [
         (
             "batch_loss",
-            r"memory ran out in optimiser step 1: \d+ packed tokens in one pass, draft vocabulary 40, 3 draft steps; .*-p pass_tok 64",
+            (
+                r"memory ran out in optimiser step 1: \d+ packed tokens in one pass, draft "
+                r"vocabulary 40, 3 draft steps; .*-p pass_tok 64"
+            ),
         ),
         (
             "pack",
-            r"memory ran out while the samples of optimiser step 1 were read: 5\d tokens; .*-p batch_tok 64, in another run: -p run_name NAME",
+            (
+                r"memory ran out while the samples of optimiser step 1 were read: 5\d tokens; "
+                r".*-p batch_tok 64, in another run: -p run_name NAME"
+            ),
         ),
         (
             "walk",
-            r"memory ran out while held-out samples were judged after optimiser step 1: 3\d tokens in one pass, draft vocabulary 40, [12] passes at once; .*-p pass_tok 64 or -p threads 1, which change",
+            (
+                r"memory ran out while held-out samples were judged after optimiser step 1: "
+                r"3\d tokens in one pass, draft vocabulary 40, [12] passes at once; .*-p "
+                r"pass_tok 64 or -p threads 1, which change"
+            ),
         ),
         (
             "Training._update",
-            r"memory ran out in optimiser step 1: \d+ packed tokens in one pass, draft vocabulary 40, 3 draft steps; .*-p pass_tok 64",
+            (
+                r"memory ran out in optimiser step 1: \d+ packed tokens in one pass, draft "
+                r"vocabulary 40, 3 draft steps; .*-p pass_tok 64"
+            ),
         ),
     ],
 )
@@ -1070,7 +1121,9 @@ def test_which_errors_are_taken_for_memory(error, is_memory):
 
 
 def test_held_out_samples_are_judged_by_pass_tok(data, target, tmp_path):
-    """Five of 12 to 29 tokens: in one pass, or in several of at most 40; what is judged is the same. A sample above the limit has a pass of its own."""
+    """Five of 12 to 29 tokens: in one pass, or in several of at most 40; what is judged is the
+    same. A sample above the limit has a pass of its own.
+    """
     store, found = Store.open(write_random_store(tmp_path / "store", target, n_samples=30)), []
     lengths = {
         row.id: int(row.length)
@@ -1191,7 +1244,9 @@ def drafter_record(path: Path) -> dict:
 def test_stops_early_by_held_out_acceptance_and_not_by_loss(
     data, store, target, monkeypatch, losses, lengths, evaluations
 ):
-    """What the judge says at each evaluation is given; patience is 2 evaluations without a longer acceptance."""
+    """What the judge says at each evaluation is given; patience is 2 evaluations without a longer
+    acceptance.
+    """
     said, snapshots = iter(zip(losses, lengths)), {}
 
     def judge(self, keys):
@@ -1249,7 +1304,9 @@ def test_metrics_as_event_files(data, store, target):
 
 
 def test_a_mix_of_stores_trains_on_both_and_holds_out_by_topic(data, target, capsys):
-    """The other store's samples count twice; those of a topic that is held out here are not trained on."""
+    """The other store's samples count twice; those of a topic that is held out here are not trained
+    on.
+    """
     own = Store.open(
         write_random_store(
             data / "runs" / "tiny" / "store", target, topics={"s5": "bees", "s11": "tides"}

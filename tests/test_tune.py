@@ -1,4 +1,6 @@
-"""The search over server settings: what it keeps, what it refuses, that it goes on after a kill, and that what it writes is a profile; the command for eight GPUs."""
+"""The search over server settings: what it keeps, what it refuses, that it goes on after a kill,
+and that what it writes is a profile; the command for eight GPUs.
+"""
 
 import math
 import os
@@ -64,7 +66,9 @@ def test_the_interval_is_students_for_the_mean_logarithm():
 
 
 def test_equals_are_seldom_kept_and_the_interval_holds():
-    """A thousand searches in which nothing helps, at the noise of a busy machine: the interval misses 1 about as often as it says."""
+    """A thousand searches in which nothing helps, at the noise of a busy machine: the interval
+    misses 1 about as often as it says.
+    """
     generator = np.random.default_rng(1)
     rounds = generator.lognormal(0, 0.1, (1000, 2, 2, 6))  # [searches, measure, side, round]
     ratios = [
@@ -98,7 +102,9 @@ def test_what_is_kept(prefill, decode, kept, why):
 
 
 def test_a_confirmation_has_to_gain_more_than_the_noise(data, tmp_path, monkeypatch):
-    """The real search with measurements that are given: two equal servers are 6 % apart, the change gains 10 % in its trial and 2 % in new servers."""
+    """The real search with measurements that are given: two equal servers are 6 % apart, the change
+    gains 10 % in its trial and 2 % in new servers.
+    """
     gains = iter([1.06, 1.10, 1.02])
     monkeypatch.setattr(Search, "_rows_of", lambda self, config: Rows([], ()))
     monkeypatch.setattr(
@@ -529,9 +535,12 @@ def test_tokens_that_come_in_one_piece_are_asked_for_again(monkeypatch):
 # --- the search itself, with real servers
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_a_killed_search_goes_on_and_a_setting_that_fails_is_refused(data, tmp_path):
-    """Noise, then two trials: one changes the batches, one names attention that the server does not have. Killed in the first one."""
+    """Noise, then two trials: one changes the batches, one names attention that the server does not
+    have. Killed in the first one.
+    """
     folder = make_tiny_target(tmp_path / "tiny")
     prompts = write_prompts(tmp_path / "prompts.jsonl", 6, 1)
     settings = {

@@ -1,4 +1,6 @@
-"""The offline walk against texts that are built draft by draft with the drafter's cache, so that every hit is known beforehand."""
+"""The offline walk against texts that are built draft by draft with the drafter's cache, so that
+every hit is known beforehand.
+"""
 
 import json
 
@@ -63,7 +65,9 @@ def drafter():
 
 @torch.no_grad()
 def drafts_after(drafter, ids: list[int], states: torch.Tensor, n_drafts: int) -> list[int]:
-    """What serving would draft with `ids` committed: an empty cache, all committed slots, then its own outputs one by one."""
+    """What serving would draft with `ids` committed: an empty cache, all committed slots, then its
+    own outputs one by one.
+    """
     cache = DraftCache()
     out = drafter.extend(torch.tensor(ids[1:]), drafter.fuse(states[: len(ids) - 1]), cache)[-1:]
     drafts = [int(drafter.vocab.ids[drafter.logits(out).argmax()])]
@@ -76,7 +80,9 @@ def drafts_after(drafter, ids: list[int], states: torch.Tensor, n_drafts: int) -
 def make_text(
     drafter, generator, n_prompt: int, hits: list[int], last: int = 0
 ) -> tuple[list[int], torch.Tensor]:
-    """A text whose response makes the walk accept exactly `hits`; with `last`, the response ends inside a run of that many accepted drafts."""
+    """A text whose response makes the walk accept exactly `hits`; with `last`, the response ends
+    inside a run of that many accepted drafts.
+    """
     states = torch.randn(200, len(BOUNDARIES) * HIDDEN, generator=generator).bfloat16().float()
     ids = torch.randint(
         0, VOCAB, (n_prompt + 1,), generator=generator
@@ -131,7 +137,9 @@ def test_hits_of_every_slot_equal_a_loop_from_scratch(drafter):
 @torch.no_grad()
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_overlaps_equal_a_loop_from_scratch(drafter, temperature):
-    """Each point by itself: a cache, the stored tokens fed one by one, both distributions over all V tokens in float64."""
+    """Each point by itself: a cache, the stored tokens fed one by one, both distributions over all
+    V tokens in float64.
+    """
     generator = torch.Generator().manual_seed(7)
     n, start = 17, 5
     ids = torch.randint(0, VOCAB, (n,), generator=generator)
@@ -281,8 +289,10 @@ def test_walk_of_a_store(data, drafter):
     ) == (2, 7, 9)
     assert record["acceptance_length"]["value"] == pytest.approx(16 / 7)
     assert record["accepted_per_step"]["value"] == pytest.approx(9 / 7)
-    # by hand, from the hits [3, 0, 2] and [0, 0, 1, 3]: a draft at position i+1 is reached when i were accepted. The last but one token of a
-    # response is followed by its last one only, so the steps [2] (3 tokens left: all 3 drafts) and [3] (4 left) are whole.
+    # by hand, from the hits [3, 0, 2] and [0, 0, 1, 3]: a draft at position i+1 is reached when i
+    # were accepted. The last but one token of a
+    # response is followed by its last one only, so the steps [2] (3 tokens left: all 3 drafts) and
+    # [3] (4 left) are whole.
     assert [p["accepted"] for p in record["by_position"]] == [4, 3, 2]
     assert [p["reached"] for p in record["by_position"]] == [7, 4, 3]
     assert [p["proposed"] for p in record["by_position"]] == [7, 7, 7]
@@ -300,14 +310,16 @@ def test_walk_of_a_store(data, drafter):
     assert record["all_slots_acceptance_length"]["value"] == pytest.approx(
         1 + np.concatenate(hits).mean()
     )
-    # only the first four tokens: of "a" ([3, 0, 2]) the first and three drafts, of "c" ([0, 0, 1, 3]) two without a hit and a draft
+    # only the first four tokens: of "a" ([3, 0, 2]) the first and three drafts, of "c" ([0, 0, 1,
+    # 3]) two without a hit and a draft
     cut = walk(drafter, store, ["a", "c"], LENGTH, max_tok=4)
     assert (
         list(cut["response_tok"]) == [4, 4]
         and list(cut["verify_steps"]) == [1, 3]
         and list(cut["accepted"]) == [3, 1]
     )
-    # sampled: p is 1/40 everywhere, so a draft is accepted with probability sum min(1/40, q) < 30/40, whatever the text
+    # sampled: p is 1/40 everywhere, so a draft is accepted with probability sum min(1/40, q) <
+    # 30/40, whatever the text
     sampled = sampled_walk(drafter, store, ["a", "c"], LENGTH, 1.0)
     assert record["sampled"]["counts"]["accepted"] == pytest.approx(sampled["accepted"].sum())
     assert record["sampled"]["acceptance_length"]["value"] == pytest.approx(
@@ -413,7 +425,9 @@ def test_offline_minus_real_by_hand(data, drafter, monkeypatch):
 
 
 def test_sampled_estimate_of_texts_of_its_own(tmp_path):
-    """The chance of each first draft, from a model and a drafter that run over the prefix alone; and speculative sampling itself, drawn many times."""
+    """The chance of each first draft, from a model and a drafter that run over the prefix alone;
+    and speculative sampling itself, drawn many times.
+    """
     target = load_target(str(make_tiny_target(tmp_path / "tiny", n_blocks=6)))
     model = load_model(target, torch.float32, "cpu")
     model.generation_config.eos_token_id = model.config.eos_token_id = None

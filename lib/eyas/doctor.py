@@ -1,9 +1,10 @@
-"""Is everything here that Eyas needs, and what to type where it is not: `python -m eyas doctor`, one screen.
+"""Check that everything Eyas needs is installed. `python -m eyas doctor` prints one screen.
 
-`python -m eyas doctor --target FOLDER` asks instead whether a target is supported, step by step of the road; its config.json alone is enough.
-
-The two plugins are not only looked for: each is applied in a process of its own, since SGLang merely logs a hook that fails.
-Only the standard library is imported here, so that it also works where packages are missing.
+- `python -m eyas doctor --target FOLDER` checks instead whether a target is supported, step by step
+  of the road. Its config.json alone is enough.
+- Each of the two plugins is applied in a process of its own, because SGLang only logs a hook that
+  fails.
+- This module imports only the standard library, so that it also works where packages are missing.
 """
 
 import contextlib
@@ -28,22 +29,25 @@ from eyas.models.sglang_source import SETTER, architectures, family
 from eyas.progress import bytes_text
 
 GIB = 2**30
-PLUGINS = {
+PLUGINS = {  # package -> entry-point group
     "eyas_capture": "sglang.srt.plugins",
     "eyas_cpu": "sglang.srt.platforms",
-}  # package -> entry-point group
-PLUGIN_TIMEOUT_S = 600.0  # it imports the scheduler of SGLang: 10 s on a quiet machine, minutes on one that is busy elsewhere
-DATA_BYTES, TEMPORARY_BYTES, MEMORY_BYTES = (
-    3 * GIB,
-    GIB // 2,
-    4 * GIB,
-)  # what the demo takes, rounded up
+}
+# The check imports SGLang's scheduler: 10 s on a quiet machine, minutes on a busy one.
+PLUGIN_TIMEOUT_S = 600.0
+# What the demo needs, rounded up
+DATA_BYTES = 3 * GIB
+TEMPORARY_BYTES = GIB // 2
+MEMORY_BYTES = 4 * GIB
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 @dataclass(frozen=True)
 class Check:
-    """`ok` is None for what is only said or not needed; `command` is what to type when it is False."""
+    """Hold the result of one check.
+
+    ok: None for what is only reported or is not needed. command: what to type if `ok` is False.
+    """
 
     name: str
     ok: bool | None
@@ -52,19 +56,15 @@ class Check:
 
 
 def doctor() -> list[Check]:
-    """Every check, in the order of the screen."""
+    """Run every check, in the order of the screen."""
     gpu = lock_path().name == "gpu.txt"
+    meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
+    temporary = Path(tempfile.gettempdir())
+    n_cores = len(os.sched_getaffinity(0))
     return [
         check_python(sys.version_info[:3]),
         check_packages(lock_path()),
-        Check(
-            "SGLang",
-            _installed("sglang") is not None,
-            f"{_installed('sglang')}, {'in full, with GPU kernels' if gpu else 'without GPU kernels: device cpu'}"
-            if _installed("sglang")
-            else "not installed",
-            "rm -f .venv/.ready && make doctor",
-        ),
+        _check_sglang(gpu),
         *check_plugins(needed=("eyas_capture",) if gpu else tuple(PLUGINS)),
         check_kernelspec(),
         check_disk(
@@ -72,25 +72,37 @@ def doctor() -> list[Check]:
         ),
         check_disk(
             "temporary folder",
-            Path(tempfile.gettempdir()),
+            temporary,
             TEMPORARY_BYTES,
             "set TMPDIR to a folder on a larger disk",
         ),
-        check_memory(Path("/proc/meminfo").read_text(encoding="utf-8")),
+        check_memory(meminfo),
         Check(
             "cores",
             None,
-            f"{len(os.sched_getaffinity(0))} usable; settings `threads` of a profile says how many are used",
+            f"{n_cores} usable; settings `threads` of a profile says how many are used",
         ),
         check_target(),
         check_browser(),
     ]
 
 
+def _check_sglang(gpu: bool) -> Check:
+    version = _installed("sglang")
+    command = "rm -f .venv/.ready && make doctor"
+    if version is None:
+        return Check("SGLang", False, "not installed", command)
+    kernels = "in full, with GPU kernels" if gpu else "without GPU kernels: device cpu"
+    return Check("SGLang", True, f"{version}, {kernels}", command)
+
+
 def screen(
     checks: list[Check], well: str = "Everything that is needed is here; next: make demo"
 ) -> str:
-    """One line a check, then the command for each thing that is wrong."""
+    """Return one line for each check, then the command for each failed one.
+
+    `well` is the last line if none failed.
+    """
     marks = {True: "ok", False: "WRONG", None: "-"}
     lines = [f"Eyas {__version__}", *(f"  {marks[c.ok]:6}{c.name:21}{c.detail}" for c in checks)]
     wrong = [c for c in checks if c.ok is False]
@@ -100,156 +112,153 @@ def screen(
 
 
 def target_doctor(name: str) -> tuple[list[Check], str]:
-    """Every check of a target, 'embedded' or a Hugging Face folder (or one with a config.json alone), and the table of layer ids where its family is known."""
-    folder = (
-        data_dir() / "targets" / "SmolLM2-135M-Instruct"
-        if name == "embedded"
-        else Path(name).expanduser()
-    )
+    """Run every check of a target; return them, and its table of layer ids.
+
+    `name` is 'embedded', a Hugging Face folder, or a folder with a config.json alone. The table is
+    empty if the family is not known.
+    """
+    folder = Path(name).expanduser()
+    if name == "embedded":
+        folder = data_dir() / "targets" / "SmolLM2-135M-Instruct"
     try:
         config = read_json(folder / "config.json")
         text = config.get("text_config", config)
-        n_blocks, architecture = text["num_hidden_layers"], config["architectures"][0]
+        n_blocks = text["num_hidden_layers"]
+        architecture = config["architectures"][0]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        what = f"no {error.args[0]}" if isinstance(error, KeyError) else str(error).splitlines()[0]
-        return [
-            Check(
-                "config.json",
-                False,
-                f"{folder.name}: {what}",
-                f"{_python()} -m eyas target"
-                if name == "embedded"
-                else "a folder that save_pretrained wrote",
-            )
-        ], ""
-    sizes = ", ".join(
-        f"{word} {text[key]:,}"
-        for word, key in (
-            ("hidden size", "hidden_size"),
-            ("vocabulary", "vocab_size"),
-            ("context", "max_position_embeddings"),
-        )
-        if key in text
-    )
+        return [_unreadable_config(name, folder, error)], ""
+    meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
     checks = [
-        Check("config.json", True, f"{folder.name}: {architecture}, {n_blocks} blocks, {sizes}"),
+        _check_config(folder, architecture, text),
         *check_family(architecture),
         *check_boundaries(architecture, n_blocks),
         check_dtype(text, config),
         check_code(config),
         *check_tokenizer(folder, text.get("vocab_size", 0)),
-        check_weights(folder, config, Path("/proc/meminfo").read_text(encoding="utf-8")),
+        check_weights(folder, config, meminfo),
         *check_names(folder, config),
         check_cpu(config, text),
     ]
     known = all(c.ok is not False for c in checks if c.name in ("architecture", "layer ids"))
+    if not known:
+        return checks, ""
     triple = default_boundaries(n_blocks) if n_blocks >= MIN_BLOCKS else None
-    return checks, "Its layer ids:\n" + round_trip_text(
-        round_trip(n_blocks, architecture, triple)
-    ) if known else ""
+    table = round_trip_text(round_trip(n_blocks, architecture, triple))
+    return checks, f"Its layer ids:\n{table}"
+
+
+def _unreadable_config(name: str, folder: Path, error: Exception) -> Check:
+    reason = f"no {error.args[0]}" if isinstance(error, KeyError) else str(error).splitlines()[0]
+    command = "a folder that save_pretrained wrote"
+    if name == "embedded":
+        command = f"{_python()} -m eyas target"
+    return Check("config.json", False, f"{folder.name}: {reason}", command)
+
+
+def _check_config(folder: Path, architecture: str, text: dict) -> Check:
+    """Report the sizes of a target."""
+    keys = {
+        "hidden size": "hidden_size",
+        "vocabulary": "vocab_size",
+        "context": "max_position_embeddings",
+    }
+    sizes = ", ".join(f"{word} {text[key]:,}" for word, key in keys.items() if key in text)
+    n_blocks = text["num_hidden_layers"]
+    return Check("config.json", True, f"{folder.name}: {architecture}, {n_blocks} blocks, {sizes}")
 
 
 def check_family(architecture: str) -> list[Check]:
-    """Is it in SGLang as installed, can the capture plugin hook its blocks, can EAGLE3 feed from it, are its layer ids known?"""
-    found, engine = family(architecture), SGLANG.replace("sglang", "SGLang")
-    if found is None:
-        near = difflib.get_close_matches(architecture, architectures(), 3)
-        detail = (
-            f"{architecture} is none of the {len(architectures())} of {engine}"
-            + f"; near: {', '.join(near)}" * bool(near)
-        )
-        return [
-            Check(
-                "architecture",
-                False,
-                detail if architectures() else "no SGLang here to look in",
-                "another target, or python -m eyas doctor where SGLang is missing",
-            )
-        ]
-    stack = (
-        f"{found.stack} of {found.file}.py, blocks {found.block}"
-        if found.block
-        else f"{found.stack or 'nothing'} of {found.file}.py: no blocks with a stage boundary whose forward names hidden_states and forward_batch"
-    )
-    setter = (
-        f"{SETTER} of {found.setter}"
-        if found.setter
-        else f"no {SETTER}: EAGLE3 cannot feed from it"
-    )
-    checks = [
-        Check("architecture", True, f"in {engine}: models/{found.file}.py"),
+    """Check what the installed SGLang can do with this architecture.
+
+    Does SGLang have it? Can the capture plugin hook its blocks? Can EAGLE3 be fed from it? Are its
+    layer ids known?
+    """
+    known = family(architecture)
+    engine = SGLANG.replace("sglang", "SGLang")
+    if known is None:
+        return [_unknown_architecture(architecture, engine)]
+    stack = f"{known.stack or 'nothing'} of {known.file}.py: no blocks with a stage boundary"
+    stack += " whose forward names hidden_states and forward_batch"
+    if known.block:
+        stack = f"{known.stack} of {known.file}.py, blocks {known.block}"
+    setter = f"no {SETTER}: EAGLE3 cannot be fed from it"
+    if known.setter:
+        setter = f"{SETTER} of {known.setter}"
+    return [
+        Check("architecture", True, f"in {engine}: models/{known.file}.py"),
         Check(
             "capture",
-            found.block is not None,
+            known.block is not None,
             stack,
             "patches/README.md: what the capture plugin hooks; another target",
         ),
         Check(
             "EAGLE3",
-            found.setter is not None,
+            known.setter is not None,
             setter,
-            f"another target: this one can be captured and studied, not served with a drafter by {engine}",
+            "another target: this one can be captured and studied,"
+            f" not served with a drafter by {engine}",
         ),
+        _check_layer_ids(architecture, engine),
     ]
+
+
+def _unknown_architecture(architecture: str, engine: str) -> Check:
+    command = "another target, or python -m eyas doctor where SGLang is missing"
+    if not architectures():
+        return Check("architecture", False, "SGLang is not installed here", command)
+    near = difflib.get_close_matches(architecture, architectures(), 3)
+    detail = f"{architecture} is none of the {len(architectures())} of {engine}"
+    if near:
+        detail += f"; near: {', '.join(near)}"
+    return Check("architecture", False, detail, command)
+
+
+def _check_layer_ids(architecture: str, engine: str) -> Check:
     try:
-        checks.append(Check("layer ids", True, f"rule {rule(SGLANG, architecture)!r} of {engine}"))
+        return Check("layer ids", True, f"rule {rule(SGLANG, architecture)!r} of {engine}")
     except EyasError as error:
-        checks.append(
-            Check(
-                "layer ids",
-                False,
-                error.found,
-                "add it to FAMILIES of lib/eyas/models/layer_ids.py: the tests compare it with SGLang's own method",
-            )
-        )
-    return checks
+        command = "add it to FAMILIES of lib/eyas/models/layer_ids.py:"
+        command += " the tests compare it with SGLang's own method"
+        return Check("layer ids", False, error.found, command)
 
 
 def check_boundaries(architecture: str, n_blocks: int) -> list[Check]:
-    """Are there blocks enough for 2, N//2, N-3, and what are they to SGLang?"""
+    """Check that there are enough blocks for 2, N//2, N-3, and report their ids in SGLang."""
+    name = "default boundaries"
     if n_blocks < MIN_BLOCKS:
-        return [
-            Check(
-                "default boundaries",
-                None,
-                f"none with {n_blocks} blocks: 2, N//2, N-3 fall together; give -p boundaries B,B,B",
-            )
-        ]
+        detail = f"none with {n_blocks} blocks: 2, N//2, N-3 fall together;"
+        return [Check(name, None, f"{detail} give -p boundaries B,B,B")]
     triple = default_boundaries(n_blocks)
+    detail = ", ".join(map(str, triple))
     try:
-        ids = f", ids {', '.join(map(str, engine_ids(triple, architecture, n_blocks)))} for {SGLANG.replace('sglang', 'SGLang')}"
+        ids = ", ".join(map(str, engine_ids(triple, architecture, n_blocks)))
+        detail += f", ids {ids} for {SGLANG.replace('sglang', 'SGLang')}"
     except EyasError:
-        ids = ""
-    return [
-        Check(
-            "default boundaries",
-            True,
-            f"{', '.join(map(str, triple))}{ids}; the last is {n_blocks}",
-        )
-    ]
+        pass  # `_check_layer_ids` reports it
+    return [Check(name, True, f"{detail}; the last is {n_blocks}")]
 
 
 def check_dtype(text: dict, config: dict) -> Check:
-    """States are kept in the dtype that the server computes in; quantised weights are the server's business."""
-    dtype, quantised = (
-        text.get("dtype")
-        or text.get("torch_dtype")
-        or config.get("dtype")
-        or config.get("torch_dtype"),
-        _quantised(config, text),
+    """Check the dtype in which the server computes, since states are stored in it.
+
+    Quantised weights are the server's matter.
+    """
+    named = (
+        text.get("dtype"),
+        text.get("torch_dtype"),
+        config.get("dtype"),
+        config.get("torch_dtype"),
     )
-    detail = (
-        f"{dtype or 'not said'}"
-        + f", weights quantised ({quantised}): states come as the server computes them, {_start(quantised)}"
-        * bool(quantised)
-    )
-    return Check(
-        "dtype",
-        True if dtype in ("bfloat16", "float32") else None,
-        detail
-        if dtype in ("bfloat16", "float32")
-        else f"{detail}; serve it with -p dtype bfloat16 or float32",
-    )
+    dtype = next(filter(None, named), None)
+    detail = dtype or "not given"
+    quantised = _quantised(config, text)
+    if quantised:
+        detail += f", weights quantised ({quantised}):"
+        detail += f" states come as the server computes them, {_start(quantised)}"
+    if dtype in ("bfloat16", "float32"):
+        return Check("dtype", True, detail)
+    return Check("dtype", None, f"{detail}; serve it with -p dtype bfloat16 or float32")
 
 
 def _start(quantised: str) -> str:
@@ -262,31 +271,27 @@ def _start(quantised: str) -> str:
 
 
 def check_code(config: dict) -> Check:
-    own = config.get("auto_map")
-    return Check(
-        "code of its own",
-        None if own else True,
-        "yes (auto_map): read it, then -p trust_remote_code true" if own else "none",
-    )
+    """Report whether the model is Python code of its own folder."""
+    name = "code of its own"
+    if config.get("auto_map"):
+        return Check(name, None, "yes (auto_map): read it, then -p trust_remote_code true")
+    return Check(name, True, "none")
 
 
 def check_tokenizer(folder: Path, vocab_size: int) -> list[Check]:
-    """Can it be loaded, are its ids the model's, and what of a conversation does its chat template supervise?"""
-    if not any(
-        (folder / name).is_file()
-        for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model")
-    ):
-        return [Check("tokenizer", None, "none in the folder: not looked at")]
-    if (folder / "tokenizer_config.json").is_file() and "auto_map" in read_json(
-        folder / "tokenizer_config.json"
-    ):
+    """Check that the tokenizer loads, that its ids fit the model, and its chat template."""
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model")
+    if not any((folder / name).is_file() for name in files):
+        return [Check("tokenizer", None, "none in the folder: not checked")]
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file() and "auto_map" in read_json(settings):
         return [Check("tokenizer", None, "has code of its own, which is not run here")]
     try:
         from transformers import AutoTokenizer
 
         import eyas.prompts.prompt_set  # noqa: F401  needs packages too
     except ImportError as error:
-        return [Check("tokenizer", None, f"not looked at: {error}")]
+        return [Check("tokenizer", None, f"not checked: {error}")]
     again = (
         "copy the tokenizer's files of the model, chat_template.jinja among them, into its folder"
     )
@@ -295,139 +300,171 @@ def check_tokenizer(folder: Path, vocab_size: int) -> list[Check]:
     except Exception as error:  # whatever a tokenizer's files hold
         return [Check("tokenizer", False, f"can't be loaded: {str(error).splitlines()[0]}", again)]
     fits = not vocab_size or len(tokenizer) <= vocab_size
-    return [
-        Check(
-            "tokenizer",
-            fits,
-            f"{type(tokenizer).__name__}, {len(tokenizer):,} tokens of {vocab_size:,}",
-            again,
-        ),
-        *check_template(tokenizer, again),
-    ]
+    detail = f"{type(tokenizer).__name__}, {len(tokenizer):,} tokens of {vocab_size:,}"
+    return [Check("tokenizer", fits, detail, again), *check_template(tokenizer, again)]
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """Hold what the chat template supervises of a conversation.
+
+    tokens: how many tokens, in words. wrong: the supervised text if it is not the answers.
+    last_only: earlier answers are rewritten, so that only the last one is supervised.
+    """
+
+    tokens: str
+    wrong: str
+    last_only: bool
 
 
 def check_template(tokenizer, again: str) -> list[Check]:
-    """A conversation of one turn and one of two through the chat template, as extraction does it: are the answers supervised, and nothing else?
+    """Check that the chat template supervises the answers, and nothing else.
 
-    A template that thinks is asked with thoughts in the answers, and with its thinking switched off.
+    Conversations of one turn and of two are encoded as extraction does it. If the template refuses
+    plain answers because it thinks, answers with thoughts are tried, and plain answers with
+    thinking switched off.
+    """
+    original = tokenizer.chat_template
+    try:
+        try:
+            ways = {"": _supervised_by_turns(tokenizer)}
+        except EyasError as error:
+            ways = _supervised_when_thinking(tokenizer)
+            if not ways:
+                command = error.next_command or again
+                return [Check("chat template", False, error.found, command)]
+    finally:
+        tokenizer.chat_template = original
+    for one_turn, two_turns in ways.values():
+        wrong = one_turn.wrong or two_turns.wrong
+        if wrong:
+            detail = f"what it supervises of an answer: {wrong!r}"
+            return [Check("chat template", False, detail, again)]
+    return _template_checks(ways)
+
+
+def _supervised_by_turns(
+    tokenizer, thoughts: str = "", kwargs: str = ""
+) -> tuple[Supervised, Supervised]:
+    """Return what is supervised of one turn and of two. Raise EyasError if the template refuses.
+
+    The tokenizer's chat template is changed if `kwargs` are given.
     """
     from eyas.models.target import with_kwargs
-    from eyas.prompts.chat_template import encode, thinking_switch
+
+    if kwargs:
+        tokenizer.chat_template = with_kwargs(tokenizer.chat_template, kwargs)
+    return _supervised(tokenizer, 1, thoughts), _supervised(tokenizer, 2, thoughts)
+
+
+def _supervised(tokenizer, turns: int, thoughts: str) -> Supervised:
+    """Encode a conversation of one turn or of two as extraction does it."""
+    from eyas.prompts.chat_template import encode
     from eyas.prompts.prompt_set import Conversation
 
-    own, texts = (
-        tokenizer.chat_template,
-        ("What is 2 + 2?", "It is 4.", "And 3 + 3?", "6, of course."),
-    )
+    texts = ("What is 2 + 2?", "It is 4.", "And 3 + 3?", "6, of course.")
+    messages = []
+    for question, answer in zip(texts[: 2 * turns : 2], texts[1 : 2 * turns : 2]):
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": thoughts + answer})
+    conversation = Conversation("doctor", "chat", "doctor", "train", messages)
+    sample = encode(conversation, tokenizer, 4096)
+    text = tokenizer.decode(sample.input_ids[sample.loss_mask].tolist())
+    last_only = bool(sample.warnings)
+    answers = texts[1 : 2 * turns : 2]
+    if last_only:
+        answers = answers[-1:]
+    right = all((piece in text) == (piece in answers) for piece in texts)
+    tokens = f"{int(sample.loss_mask.sum())} of {len(sample.input_ids)} tokens"
+    return Supervised(tokens, "" if right else text, last_only)
 
-    def supervised(turns: int, thoughts: str = "", kwargs: str = "") -> tuple[str, str, bool]:
-        """(how much is supervised, what is where that is wrong, whether the last answer is alone)"""
-        messages = [
-            {"role": ("user", "assistant")[i % 2], "content": thoughts * (i % 2) + text}
-            for i, text in enumerate(texts[: 2 * turns])
-        ]
-        tokenizer.chat_template = with_kwargs(own, kwargs) if kwargs else own
-        sample = encode(
-            Conversation("doctor", "chat", "doctor", "train", messages), tokenizer, 4096
-        )
-        said, alone = (
-            tokenizer.decode(sample.input_ids[sample.loss_mask].tolist()),
-            bool(sample.warnings),
-        )
-        answers = texts[2 * turns - 1 : 2 * turns] if alone else texts[1 : 2 * turns : 2]
-        right = all((text in said) == (text in answers) for text in texts)
-        return (
-            f"{int(sample.loss_mask.sum())} of {len(sample.input_ids)} tokens",
-            "" if right else said,
-            alone,
-        )
 
-    try:
-        ways = {"": (supervised(1), supervised(2))}
-    except EyasError as error:
-        ways, refused, switch = (
-            {},
-            error,
-            thinking_switch(tokenizer) if isinstance(own, str) else "",
-        )
+def _supervised_when_thinking(tokenizer) -> dict[str, tuple[Supervised, Supervised]]:
+    """Return {way in words: what is supervised}, of the ways that a thinking template accepts."""
+    from eyas.prompts.chat_template import thinking_switch
+
+    original = tokenizer.chat_template
+    attempts = [("answers with thoughts", "<think>\nLet me add.\n</think>\n\n", "")]
+    switch = thinking_switch(tokenizer) if isinstance(original, str) else ""
+    if switch:
         off = json.dumps({switch: False})
-        for name, thoughts, kwargs in [
-            ("answers with thoughts", "<think>\nLet me add.\n</think>\n\n", "")
-        ] + [(f"without with -p chat_template_kwargs '{off}'", "", off)] * bool(switch):
-            with contextlib.suppress(EyasError):
-                ways[name] = supervised(1, thoughts, kwargs), supervised(2, thoughts, kwargs)
-        if not ways:
-            return [Check("chat template", False, refused.found, refused.next_command or again)]
-    finally:
-        tokenizer.chat_template = own
-    if wrong := next((said for looks in ways.values() for _, said, _ in looks if said), ""):
-        return [Check("chat template", False, f"what it supervises of an answer: {wrong!r}", again)]
-    alone = [name for name, (_, two) in ways.items() if two[2]]
+        attempts.append((f"without with -p chat_template_kwargs '{off}'", "", off))
+    ways = {}
+    for name, thoughts, kwargs in attempts:
+        tokenizer.chat_template = original
+        with contextlib.suppress(EyasError):
+            ways[name] = _supervised_by_turns(tokenizer, thoughts, kwargs)
+    return ways
+
+
+def _template_checks(ways: dict[str, tuple[Supervised, Supervised]]) -> list[Check]:
+    """Return the checks of a template that supervises the right text in each of these ways."""
+    rewriting = [name for name, (_, two_turns) in ways.items() if two_turns.last_only]
     if "" in ways:
-        one, two = ways[""]
-        checks = [
-            Check(
-                "chat template",
-                True,
-                f"{one[0]} of one turn supervised"
-                if alone
-                else f"{two[0]} of two turns supervised",
-            )
-        ]
+        one_turn, two_turns = ways[""]
+        detail = f"{two_turns.tokens} of two turns supervised"
+        if rewriting:
+            detail = f"{one_turn.tokens} of one turn supervised"
     else:
-        checks = [
-            Check(
-                "chat template",
-                True,
-                "thinks: "
-                + ", ".join(
-                    f"{name} ({one[0]} of one turn supervised)" for name, (one, _) in ways.items()
-                ),
-            )
-        ]
-    which = "" if len(alone) == len(ways) else f"{', '.join(alone)}: "
-    return checks + [
-        Check(
-            "several answers",
-            None,
-            f"{which}the template rewrites earlier ones when more follows, the last is supervised alone",
+        detail = "thinks: " + ", ".join(
+            f"{name} ({one_turn.tokens} of one turn supervised)"
+            for name, (one_turn, _) in ways.items()
         )
-    ] * bool(alone)
+    checks = [Check("chat template", True, detail)]
+    if rewriting:
+        which = "" if len(rewriting) == len(ways) else f"{', '.join(rewriting)}: "
+        checks.append(
+            Check(
+                "several answers",
+                None,
+                f"{which}the template rewrites earlier ones when more follows,"
+                " the last is supervised alone",
+            )
+        )
+    return checks
 
 
 def check_weights(folder: Path, config: dict, meminfo: str) -> Check:
-    """Are they there, and do they fit into this machine's memory? (On a GPU it is the GPU's that counts.)"""
+    """Check that the weight files exist and fit into this machine's memory.
+
+    `meminfo` is the text of /proc/meminfo. On a GPU, the GPU's memory counts instead.
+    """
     index = folder / "model.safetensors.index.json"
-    files = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
-    wanted = set(read_json(index)["weight_map"].values()) if index.is_file() else set(files)
-    available = (
-        1024
-        * {line.split(":")[0]: int(line.split()[1]) for line in meminfo.splitlines()}[
-            "MemAvailable"
-        ]
-    )
+    sizes = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
+    wanted = set(read_json(index)["weight_map"].values()) if index.is_file() else set(sizes)
     if not wanted:
-        return Check(
-            "weights", None, "none in safetensors here: the rest is said of config.json alone"
-        )
-    if missing := sorted(wanted - set(files)):
+        detail = "none in safetensors here: the other checks use config.json alone"
+        return Check("weights", None, detail)
+    if missing := sorted(wanted - set(sizes)):
         return Check(
             "weights",
             False,
             f"{len(missing)} of {len(wanted)} files missing: {_few(missing)}",
             "copy the rest of the model's folder",
         )
-    size = sum(files.values())
-    detail = f"{bytes_text(size)} in {len(files)} files; {bytes_text(available)} of memory available here"
-    return Check(
-        "weights",
-        size < available or None,
-        detail + ("" if size < available else ": too large to be served by this machine's CPU"),
-    )
+    available = _meminfo_bytes(meminfo)["MemAvailable"]
+    size = sum(sizes.values())
+    detail = f"{bytes_text(size)} in {len(sizes)} files;"
+    detail += f" {bytes_text(available)} of memory available here"
+    if size < available:
+        return Check("weights", True, detail)
+    return Check("weights", None, f"{detail}: too large to be served by this machine's CPU")
+
+
+def _meminfo_bytes(meminfo: str) -> dict[str, int]:
+    """Return the fields of /proc/meminfo in bytes."""
+    fields = {}
+    for line in meminfo.splitlines():
+        name, rest = line.split(":", 1)
+        fields[name] = 1024 * int(rest.split()[0])
+    return fields
 
 
 def check_names(folder: Path, config: dict) -> list[Check]:
-    """Do the safetensors files hold every weight that config.json asks for, in its shape? Nothing is said where there are none."""
+    """Check that the safetensors files hold every weight of config.json, in its shape.
+
+    Return no check if the folder has no such files.
+    """
     if not any(folder.glob("*.safetensors")):
         return []
     try:
@@ -458,144 +495,143 @@ def check_names(folder: Path, config: dict) -> list[Check]:
         Check("weights' names", True, f"every weight of {comparison.model}, in its shape; {head}")
     ]
     if comparison.unused:
-        checks.append(
-            Check(
-                "unused weights",
-                None,
-                f"{len(comparison.unused):,} that {comparison.model} has no place for: {few(comparison.unused)}",
-            )
-        )
+        detail = f"{len(comparison.unused):,} that {comparison.model} has no place for:"
+        checks.append(Check("unused weights", None, f"{detail} {few(comparison.unused)}"))
     if comparison.twice:
-        checks.append(
-            Check(
-                "weights twice",
-                None,
-                f"{len(comparison.twice):,} in several files, the last file counts: {few(comparison.twice)}",
-            )
-        )
+        detail = f"{len(comparison.twice):,} in several files, the last file counts:"
+        checks.append(Check("weights twice", None, f"{detail} {few(comparison.twice)}"))
     return checks
 
 
 def check_cpu(config: dict, text: dict) -> Check:
-    """What the plain CPU platform has kernels for; None with the reason where only a GPU serves it."""
-    quantised, kinds = (
-        _quantised(config, text),
-        {*(text.get("layer_types") or [])} - {"full_attention", "sliding_attention"},
-    )
-    reasons = [f"quantised weights ({quantised})"] * bool(quantised) + [
-        f"layers of type {', '.join(sorted(kinds))}"
-    ] * bool(kinds)
-    reasons += ["sparse attention (index_topk)"] * bool(text.get("index_topk"))
+    """Check that the plain CPU platform has kernels for the target.
+
+    `ok` is None, with the reason, where only a GPU serves it.
+    """
+    reasons = []
+    quantised = _quantised(config, text)
+    if quantised:
+        reasons.append(f"quantised weights ({quantised})")
+    kinds = set(text.get("layer_types") or []) - {"full_attention", "sliding_attention"}
+    if kinds:
+        reasons.append(f"layers of type {', '.join(sorted(kinds))}")
+    if text.get("index_topk"):
+        reasons.append("sparse attention (index_topk)")
+    if reasons:
+        return Check("device cpu", None, f"not for {' and '.join(reasons)}: -p device cuda")
     kind = "latent attention (MLA)" if text.get("kv_lora_rank") else "attention"
-    return Check(
-        "device cpu",
-        None if reasons else True,
-        f"not for {' and '.join(reasons)}: -p device cuda"
-        if reasons
-        else f"torch_native: {kind}, plain torch",
-    )
+    return Check("device cpu", True, f"torch_native: {kind}, plain torch")
 
 
 def _quantised(config: dict, text: dict) -> str:
-    found = text.get("quantization_config") or config.get("quantization_config") or {}
-    return found.get("quant_method", "") if isinstance(found, dict) else str(found)
+    """Return the method of quantised weights; empty if they are not quantised."""
+    settings = text.get("quantization_config") or config.get("quantization_config") or {}
+    return settings.get("quant_method", "") if isinstance(settings, dict) else str(settings)
 
 
 def lock_path() -> Path:
-    """The list that this environment follows: gpu.txt where SGLang's GPU kernels are installed."""
+    """Return the lock file that this environment follows.
+
+    It is gpu.txt where SGLang's GPU kernels are installed, otherwise cpu.txt.
+    """
     return ROOT / "requirements" / ("gpu.txt" if _installed("sglang-kernel") else "cpu.txt")
 
 
 def check_python(version: tuple[int, int, int]) -> Check:
+    """Check that this is Python 3.11, and report an interpreter outside a virtual environment."""
+    detail = ".".join(map(str, version))
+    if sys.prefix == sys.base_prefix:
+        detail += f", {sys.prefix}"
     return Check(
         "Python",
         version[:2] == (3, 11),
-        ".".join(map(str, version)) + f", {sys.prefix}" * (sys.prefix == sys.base_prefix),
+        detail,
         "install Python 3.11, then make clean doctor PYTHON=python3.11",
     )
 
 
 def read_lock(path: Path) -> dict[str, str]:
-    """Package (its name normalised as in PEP 503) -> version, from lines `name==version`."""
-    lines = (line.split("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
-    return {
-        re.sub(r"[-_.]+", "-", name).lower(): version
-        for name, version in (line.split("==") for line in lines if line)
-    }
+    """Return {package: version} of a lock file; names are normalised as in PEP 503."""
+    packages = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        requirement = line.split("#")[0].strip()
+        if requirement:
+            name, version = requirement.split("==")
+            packages[re.sub(r"[-_.]+", "-", name).lower()] = version
+    return packages
 
 
 def check_packages(lock: Path) -> Check:
+    """Check that the installed packages are those of a lock file."""
     wanted = read_lock(lock)
-    missing = [name for name in wanted if _installed(name) is None]
+    installed = {name: _installed(name) for name in wanted}
+    missing = [name for name, version in installed.items() if version is None]
     other = [
-        f"{name} {_installed(name)} (locked: {version})"
+        f"{name} {installed[name]} (locked: {version})"
         for name, version in wanted.items()
-        if name not in missing and _installed(name) != version
+        if installed[name] not in (None, version)
     ]
-    detail = (
-        f"{len(wanted) - len(missing) - len(other)} of {len(wanted)} as in requirements/{lock.name}"
-    )
-    detail += f"; missing: {_few(missing)}" * bool(
-        missing
-    ) + f"; other version: {_few(other)}" * bool(other)
-    if lock.name == "cpu.txt":
-        return Check(
-            "packages",
-            not missing and not other,
-            detail,
-            f"{_python()} -m pip install --no-deps -r requirements/cpu.txt",
-        )
-    return Check(
-        "packages",
-        not missing and not other,
-        detail,
-        f"{_python()} -m pip install -r requirements/gpu.txt",
-    )
+    n_right = len(wanted) - len(missing) - len(other)
+    detail = f"{n_right} of {len(wanted)} as in requirements/{lock.name}"
+    if missing:
+        detail += f"; missing: {_few(missing)}"
+    if other:
+        detail += f"; other version: {_few(other)}"
+    options = "--no-deps -r requirements/cpu.txt"
+    if lock.name != "cpu.txt":
+        options = "-r requirements/gpu.txt"
+    command = f"{_python()} -m pip install {options}"
+    return Check("packages", not missing and not other, detail, command)
 
 
 def check_plugins(needed: tuple[str, ...]) -> list[Check]:
-    """A check per plugin: found by its entry point, then `check()` of the package in a process of its own (both run at once)."""
-    processes, checks = {}, {}
+    """Check each plugin: its entry point, then its own `check()`.
+
+    Each `check()` runs in a process of its own, all at the same time.
+    """
+    checks = {}
+    processes = {}
     for package, group in PLUGINS.items():
-        name, command = (
-            f"plugin {package}",
-            f"{_python()} -m pip install --no-deps --no-build-isolation -e patches/{package.removeprefix('eyas_')}",
-        )
-        if package not in {point.name for point in importlib.metadata.entry_points(group=group)}:
+        name = f"plugin {package}"
+        folder = f"patches/{package.removeprefix('eyas_')}"
+        entry_points = importlib.metadata.entry_points(group=group)
+        if package not in {point.name for point in entry_points}:
             checks[package] = Check(
                 name,
                 False if package in needed else None,
                 f"no entry point {package} in {group}",
-                command,
+                f"{_python()} -m pip install --no-deps --no-build-isolation -e {folder}",
             )
         elif package not in needed:
             checks[package] = Check(name, None, "installed; not needed on a GPU")
         else:
-            code = f"import json, {package}; print(json.dumps({package}.check()))"
-            environment = (
-                os.environ
-                | ({"SGLANG_PLATFORM": "eyas_cpu"} if "eyas_cpu" in needed else {})
-                | {"SGLANG_PLUGINS": "eyas_capture"}
-            )
-            processes[package] = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-c", code],
-                env=environment,
-                cwd=ROOT,
-                text=True,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
+            processes[package] = _start_check(package, needed)
     for package, process in processes.items():
         checks[package] = _plugin_answer(package, process)
     return [checks[package] for package in PLUGINS]
 
 
-def _plugin_answer(package: str, process: subprocess.Popen) -> Check:
-    name, command = (
-        f"plugin {package}",
-        "see patches/README.md: which SGLang versions it is made for, how to check it",
+def _start_check(package: str, needed: tuple[str, ...]) -> subprocess.Popen:
+    """Start a process that prints the result of a plugin's `check()` as JSON."""
+    environment = os.environ | {"SGLANG_PLUGINS": "eyas_capture"}
+    if "eyas_cpu" in needed:
+        environment["SGLANG_PLATFORM"] = "eyas_cpu"
+    code = f"import json, {package}; print(json.dumps({package}.check()))"
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=environment,
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
+
+
+def _plugin_answer(package: str, process: subprocess.Popen) -> Check:
+    """Wait for the check of a plugin and return its result."""
+    name = f"plugin {package}"
+    command = "see patches/README.md: which SGLang versions it is made for, how to check it"
     try:
         out, err = process.communicate(timeout=PLUGIN_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -603,18 +639,15 @@ def _plugin_answer(package: str, process: subprocess.Popen) -> Check:
         process.communicate()
         return Check(name, False, f"no answer in {PLUGIN_TIMEOUT_S:.0f} s", command)
     if process.returncode:
-        return Check(
-            name,
-            False,
-            f"its check ended with {process.returncode}: {(err.strip() or 'no output').splitlines()[-1]}",
-            command,
-        )
+        last_line = (err.strip() or "no output").splitlines()[-1]
+        detail = f"its check ended with {process.returncode}: {last_line}"
+        return Check(name, False, detail, command)
     answer = json.loads(out.strip().splitlines()[-1])
     return Check(name, answer["ok"], f"{answer['version']}: {answer['detail']}", command)
 
 
 def check_kernelspec() -> Check:
-    """The notebooks' kernel, in this environment and not only somewhere in the user's home."""
+    """Check that the notebooks' kernel is in this environment, not only in the user's home."""
     path = Path(sys.prefix) / "share" / "jupyter" / "kernels" / "python3" / "kernel.json"
     return Check(
         "Jupyter kernel",
@@ -625,6 +658,7 @@ def check_kernelspec() -> Check:
 
 
 def check_disk(name: str, folder: Path, need_bytes: int, command: str) -> Check:
+    """Check that a folder is writable and that its disk has `need_bytes` free."""
     existing = folder.absolute()
     while not existing.exists():  # the data folder is made at first use
         existing = existing.parent
@@ -641,10 +675,13 @@ def check_disk(name: str, folder: Path, need_bytes: int, command: str) -> Check:
 
 
 def check_memory(meminfo: str) -> Check:
-    """`meminfo`: the text of /proc/meminfo."""
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in meminfo.splitlines()}
-    available = 1024 * kib["MemAvailable"]
-    detail = f"{bytes_text(available)} available of {bytes_text(1024 * kib['MemTotal'])}, the demo takes up to {bytes_text(MEMORY_BYTES)}"
+    """Check that enough memory is available. `meminfo` is the text of /proc/meminfo."""
+    fields = _meminfo_bytes(meminfo)
+    available = fields["MemAvailable"]
+    detail = (
+        f"{bytes_text(available)} available of {bytes_text(fields['MemTotal'])},"
+        f" the demo takes up to {bytes_text(MEMORY_BYTES)}"
+    )
     return Check(
         "memory",
         available >= MEMORY_BYTES,
@@ -654,13 +691,14 @@ def check_memory(meminfo: str) -> Check:
 
 
 def check_target() -> Check:
+    """Check the embedded target; it is not converted here."""
     try:
         from eyas.models.target import embedded_state
     except ImportError as error:
         return Check(
             "embedded target",
             False,
-            f"not looked at: {error}",
+            f"not checked: {error}",
             "install the packages first, as above",
         )
     try:
@@ -671,14 +709,12 @@ def check_target() -> Check:
 
 
 def check_browser() -> Check:
-    found = next((path for path in map(shutil.which, BROWSERS) if path), None)
-    return Check(
-        "browser",
-        None,
-        f"{Path(found).name}; only to test the reports"
-        if found
-        else "no chromium; only the test of the reports needs it, they open in any browser",
-    )
+    """Report whether a browser is installed, which only the test of the reports needs."""
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        detail = "no chromium; only the test of the reports needs it, they open in any browser"
+        return Check("browser", None, detail)
+    return Check("browser", None, f"{Path(path).name}; only to test the reports")
 
 
 def _installed(name: str) -> str | None:
@@ -693,4 +729,5 @@ def _python() -> str:
 
 
 def _few(names: list[str]) -> str:
-    return ", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4)
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more

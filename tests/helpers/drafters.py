@@ -1,4 +1,4 @@
-"""A drafter of random weights and a sample of random states, both small."""
+"""The drafter of the training tests, random and in float64, and a sample of random states."""
 
 import dataclasses
 

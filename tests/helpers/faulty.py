@@ -1,7 +1,10 @@
-"""A stand-in for a capture server, only to make it fail as real ones do: it answers /generate with states that follow from the token ids alone.
+"""A stand-in for a capture server, only to make it fail as real ones do: it answers /generate with
+states that follow from the token ids alone.
 
-`fault(n)` says what happens to the n-th capture request: "" (served), an HTTP status, "hang" (no answer until `close`), "cut" (hangs up in mid-answer),
-"enospc" (the spool's disk is full), "torn" (half a file), "short" (a row is missing), "nan", "other" (rows of other ids), "late" (the file comes a little after),
+`fault(n)` says what happens to the n-th capture request: "" (served), an HTTP status, "hang" (no
+answer until `close`), "cut" (hangs up in mid-answer),
+"enospc" (the spool's disk is full), "torn" (half a file), "short" (a row is missing), "nan",
+"other" (rows of other ids), "late" (the file comes a little after),
 "lacks" (a boundary is not in the file), "nothing" (the answer names no file).
 """
 

@@ -8,12 +8,14 @@ import torch
 
 
 def peer(variable: str, install: str, code: str, *arguments: str):
-    """What the code leaves in `found`, run by the Python that the variable names, as torch tensors."""
+    """Run code with the Python that the variable names; return the tensors it leaves in `found`."""
     python = os.environ.get(variable)
     if not python:
-        # Goes when the peer can share an environment with this lock (speculators and specforge pin other versions of its packages).
+        # Goes when the peer can share an environment with this lock (speculators and specforge pin
+        # other versions of its packages).
         pytest.skip(
-            f"{variable} names no Python; python3.11 -m venv PEER && PEER/bin/pip install {install}; {variable}=PEER/bin/python make test"
+            f"{variable} names no Python; python3.11 -m venv PEER && PEER/bin/pip install "
+            f"{install}; {variable}=PEER/bin/python make test"
         )
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
         "HF_HUB_OFFLINE": "1"

@@ -4,7 +4,10 @@ import json
 
 
 def write_prompts(path, n_train: int, n_heldout: int):
-    words = "the young eagle leaves its nest before it can hunt and someone has to teach it what the old bird knows".split()
+    words = (
+        "the young eagle leaves its nest before it can hunt and someone has to teach it what "
+        "the old bird knows"
+    ).split()
     lines = []
     for n in range(n_train + n_heldout):
         ask, answer = (

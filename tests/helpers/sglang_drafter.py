@@ -1,11 +1,15 @@
-"""Runs SGLang's own LlamaForCausalLMEagle3 on an export, in a process of its own (SGLang keeps process-wide state).
+"""Runs SGLang's own LlamaForCausalLMEagle3 on an export, in a process of its own (SGLang keeps
+process-wide state).
 
     python tests/helpers/sglang_drafter.py EXPORT_FOLDER INPUTS.safetensors OUTPUTS.safetensors
 
-Inputs: `embedding` [V, H] of the target, `token_ids` [n + 1], `states` [n, B*H]. The first n tokens are run in one pass with the states
+Inputs: `embedding` [V, H] of the target, `token_ids` [n + 1], `states` [n, B*H]. The first n tokens
+are run in one pass with the states
 (draft extend), the last one after them with the hidden state that came out last (a draft step).
-Outputs: `hidden` [n + 1, H] that SGLang feeds back, `logits` [n + 1, D], `hot_token_id` [D]; prints the names of the parameters that the loader
-left alone, as JSON. Everything is SGLang's: config path, model class, weight loader, layers, KV pool, torch_native attention. The
+Outputs: `hidden` [n + 1, H] that SGLang feeds back, `logits` [n + 1, D], `hot_token_id` [D]; prints
+the names of the parameters that the loader
+left alone, as JSON. Everything is SGLang's: config path, model class, weight loader, layers, KV
+pool, torch_native attention. The
 platform is this repository's plain CPU one.
 """
 

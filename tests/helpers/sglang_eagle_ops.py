@@ -1,8 +1,11 @@
-"""The plain-torch operations of eyas_cpu.eagle beside SGLang's own Triton kernels, interpreted, in a process of its own (SGLang keeps process-wide state).
+"""The plain-torch operations of eyas_cpu.eagle beside SGLang's own Triton kernels, interpreted, in
+a process of its own (SGLang keeps process-wide state).
 
-    TRITON_INTERPRET=1 TORCHDYNAMO_DISABLE=1 SGLANG_PLATFORM=eyas_cpu python tests/helpers/sglang_eagle_ops.py
+    TRITON_INTERPRET=1 TORCHDYNAMO_DISABLE=1 SGLANG_PLATFORM=eyas_cpu python
+    tests/helpers/sglang_eagle_ops.py
 
-Prints {operation: how many cases were equal} as JSON; an operation that differs ends it. Sampled verification has no such kernel here: its output is
+Prints {operation: how many cases were equal} as JSON; an operation that differs ends it. Sampled
+verification has no such kernel here: its output is
 drawn many times and printed as counts, for the caller to compare with the target's distribution.
 """
 
@@ -161,7 +164,11 @@ def slots() -> None:
 
 
 def sampled(draws: int = 4000) -> dict:
-    """A tree of 6 nodes: 1 and 2 below the root, 3 and 4 below 1, 5 below 3. Counts of the first two tokens that come out, and the target's probabilities."""
+    """A tree of 6 nodes:
+
+    1 and 2 below the root, 3 and 4 below 1, 5 below 3. Counts of the first two tokens that come
+    out, and the target's probabilities.
+    """
     probs = (
         torch.tensor([0.9, 2.0, 1.2, 0.4, 1.7])
         .repeat(6, 1)
@@ -230,7 +237,9 @@ def kept() -> None:
 
 
 def products() -> None:
-    """Of 1, 2, 32 and 33 tokens with a weight, by a model's linear layers after the platform's turn: as near to the exact ones as SGLang's."""
+    """Of 1, 2, 32 and 33 tokens with a weight, by a model's linear layers after the platform's
+    turn: as near to the exact ones as SGLang's.
+    """
     layer = torch.nn.Module()
     layer.quant_method, layer.weight = UnquantizedLinearMethod(), torch.randn(96, 64).bfloat16()
     theirs = layer.quant_method.apply
@@ -250,7 +259,9 @@ def products() -> None:
 
 
 def gone() -> list[str]:
-    """What the plugin's own check says: of this SGLang, of one where an operation takes something else, of one whose platforms are not asked for something."""
+    """What the plugin's own check says: of this SGLang, of one where an operation takes something
+    else, of one whose platforms are not asked for something.
+    """
     said, there = [eyas_cpu.check()["detail"]], eagle_utils.build_tree_kernel_efficient_func
     eagle_utils.build_tree_kernel_efficient_func = lambda parents: None
     said.append(eyas_cpu.check()["detail"])

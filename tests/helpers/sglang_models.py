@@ -1,4 +1,4 @@
-"""SGLang's own models: their source, read without its imports, and one that runs beside a drafter."""
+"""SGLang's own models: their source, read without imports, and one that runs beside a drafter."""
 
 import ast
 import functools
@@ -21,7 +21,9 @@ FAMILY_NAMES = [name for family in FAMILIES[SGLANG].values() for name in family]
 
 @functools.cache
 def sglang_classes() -> tuple[dict, dict, dict]:
-    """Of every model file: classes (file, name) -> node, entry classes name -> file, names imported from other model files."""
+    """Of every model file: classes (file, name) -> node, entry classes name -> file, names imported
+    from other model files.
+    """
     classes, entries, imports = {}, {}, {}
     for path in sorted(MODELS.glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -63,7 +65,9 @@ def find_method(file: str, owner: str, name: str = SETTER) -> ast.FunctionDef | 
 def run_sglang(
     folder: Path, target, token_ids: torch.Tensor, states: torch.Tensor, tmp_path: Path
 ) -> tuple[dict, dict]:
-    """What SGLang's own model gives for the export (sglang_drafter.py), and which of its parameters the loader left alone."""
+    """What SGLang's own model gives for the export (sglang_drafter.py), and which of its parameters
+    the loader left alone.
+    """
     save_file(
         {"embedding": target.embedding().float(), "token_ids": token_ids, "states": states},
         tmp_path / "in.safetensors",

@@ -15,7 +15,9 @@ def place(module: str, name: str) -> tuple[str, str | None]:
 
 
 def imports_of(tree: ast.Module) -> dict[str, tuple[str, str | None]]:
-    """Names of eyas that are imported somewhere in it: name -> (module, its name there; None: the module itself)."""
+    """Names of eyas that are imported somewhere in it: name -> (module, its name there; None: the
+    module itself).
+    """
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("eyas."):

@@ -1,4 +1,6 @@
-"""A drafter for a tiny target, taught on the target's own greedy responses, a little: some of its drafts are accepted and some are not."""
+"""A drafter for a tiny target, taught on the target's own greedy responses, a little: some of its
+drafts are accepted and some are not.
+"""
 
 import torch
 
@@ -22,9 +24,11 @@ def teach(
     levels: int = 1,
     ids: torch.Tensor | None = None,
 ) -> Drafter:
-    """Train on 30 greedy tokens after each prompt, 15 passes, for about two seconds. `levels` more than 1: to draft from its own output too, all slots one level on.
+    """Train on 30 greedy tokens after each prompt, 15 passes, for about two seconds. `levels` more
+    than 1: to draft from its own output too, all slots one level on.
 
-    `ids`: the draft vocabulary, ascending; otherwise `draft_vocab_size` tokens at random."""
+    `ids`: the draft vocabulary, ascending; otherwise `draft_vocab_size` tokens at random.
+    """
     torch.manual_seed(0)
     ids = torch.randperm(target.vocab_size)[:draft_vocab_size].sort().values if ids is None else ids
     drafter = Drafter(

@@ -1,7 +1,9 @@
-"""A tiny target for unit tests: a random Llama (or Qwen3, or a mixture of experts) with a byte-level BPE tokenizer, made in about a second.
+"""A tiny target for unit tests: a random Llama (or Qwen3, or a mixture of experts) with a
+byte-level BPE tokenizer, made in about a second.
 
-It is a complete Hugging Face folder (ChatML tokens, SmolLM2's chat template, untied head, bfloat16), so Hugging Face, `eyas.models.target` and
-SGLang load it like any other. Norm weights are random too: one left at 1 would hide a norm that is forgotten.
+It is a complete Hugging Face folder (ChatML tokens, SmolLM2's chat template, untied head,
+bfloat16), so Hugging Face, `eyas.models.target` and SGLang load it like any other. Norm weights are
+random too: one left at 1 would hide a norm that is forgotten.
 """
 
 from pathlib import Path
@@ -10,22 +12,34 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2 as in S
 
 # SmolLM2-135M-Instruct's own; tests/test_target.py compares it with the converted folder's.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
-    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n"
-    "' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' "
+    "%}{{ '<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' "
+    "}}{% endif %}{{'<|im_start|>' + message['role'] + '\n"
+    "' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if "
+    "add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# What the tokenizer's merges are learnt from: enough for 377 merges beside the 256 bytes and the special tokens.
-TEXT = """You are a helpful AI assistant named SmolLM, trained by Hugging Face. system user assistant
-A young eagle leaves its nest before it can hunt, and someone has to teach it what the old bird knows already. The teacher flies
-slowly and says every word aloud; the pupil listens, guesses the next three words, and is told at once which of them were right.
-Write a short letter to a neighbour about the broken fence. Explain why the sky is blue during the day but red in the evening.
-What is the difference between a list and a tuple in Python? Give me five ideas for dinner with rice, beans, onions and cheese.
-Translate this sentence into French, then count how many letters it has. My train departs at noon; when should I leave home?
+# What the tokenizer's merges are learnt from: enough for 377 merges beside the 256 bytes and the
+# special tokens.
+TEXT = """You are a helpful AI assistant named SmolLM, trained by Hugging Face. system user \
+assistant
+A young eagle leaves its nest before it can hunt, and someone has to teach it what the old bird \
+knows already. The teacher flies
+slowly and says every word aloud; the pupil listens, guesses the next three words, and is told at \
+once which of them were right.
+Write a short letter to a neighbour about the broken fence. Explain why the sky is blue during the \
+day but red in the evening.
+What is the difference between a list and a tuple in Python? Give me five ideas for dinner with \
+rice, beans, onions and cheese.
+Translate this sentence into French, then count how many letters it has. My train departs at noon; \
+when should I leave home?
 def mean(values): return sum(values) / len(values)   # of numbers, never of nothing
-Thank you very much for your question! Here are some simple steps: first, open the window; second, boil water; third, wait."""
+Thank you very much for your question! Here are some simple steps: first, open the window; second, \
+boil water; third, wait."""
 
-# What a family's configuration has beyond a Llama's. DeepSeek's: SGLang asks for yarn, and for moe_layer_freq, scoring_func and topk_method, which transformers has no use for.
+# What a family's configuration has beyond a Llama's. DeepSeek's: SGLang asks for yarn, and for
+# moe_layer_freq, scoring_func and topk_method, which transformers has no use for.
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -72,10 +86,12 @@ def make_tiny_target(
     seed: int = 0,
     family: str = "Llama",
 ) -> Path:
-    """Write the target into `folder` (created) and return it. `hidden` is a multiple of 32, `vocab` at most 600; the same seed gives the same bytes.
+    """Write the target into `folder` (created) and return it. `hidden` is a multiple of 32, `vocab`
+    at most 600; the same seed gives the same bytes.
 
-    family "Qwen3" has norms on queries and keys too, "Qwen3Moe" a mixture of experts besides; "DeepseekV3" has latent attention, yarn, a dense
-    block and then experts, with one that is shared, in the shape of DeepSeek-V3 and Kimi-K2.5.
+    family "Qwen3" has norms on queries and keys too, "Qwen3Moe" a mixture of experts besides;
+    "DeepseekV3" has latent attention, yarn, a dense block and then experts, with one that is
+    shared, in the shape of DeepSeek-V3 and Kimi-K2.5.
     """
     import torch
     import transformers

@@ -57,6 +57,12 @@ from eyas.evaluation.decode import (
     response_start,
     speculative_decode,
 )
+from eyas.evaluation.warnings import (
+    few_steps_warning,
+    looping_warning,
+    position_warning,
+    warnings_of,
+)
 from eyas.files import (
     ROOT,
     read_json,
@@ -167,10 +173,11 @@ class Acceptance:
 
 def _position_line(position: dict) -> str:
     return (
-        f"  position {position['position']}: "
-        f"accepted {interval_text(position['unconditional'])} of all, "
+        f"  draft token {position['position']}: "
+        f"accepted {interval_text(position['unconditional'])} of those proposed, "
         f"{interval_text(position['conditional'])} of those reached "
-        f"({position['accepted']} of {position['reached']} of {position['proposed']})"
+        f"({position['accepted']} accepted, {position['reached']} reached, "
+        f"{position['proposed']} proposed)"
     )
 
 
@@ -223,8 +230,7 @@ def headline(record: dict) -> str:
             f"{interval_text(lookup['acceptance_length'])}; "
             f"drafter minus n-grams {interval_text(lookup['difference'])}"
         )
-    if record["repeats"]["warning"]:
-        lines.append(f"WARNING: {record['repeats']['warning']}")
+    lines += [f"WARNING: {warning}" for warning in warnings_of(record)]
     return "\n".join(lines)
 
 
@@ -249,6 +255,11 @@ def measure(config: Config, target: Target, drafter: Drafter, prompts: list[Prom
     table = _prompt_table(config, drafter, prompts, traces)
     baseline_table = _baseline_table(prompts[: config.baseline_prompts], traces)
     record = acceptance_record(config, target, drafter, table)
+    longest_tok = max(
+        len(prompt.input_ids) + len(trace.tokens) for prompt, trace in zip(prompts, traces[DRAFTER])
+    )
+    positions = drafter.config.max_position_embeddings
+    record["beyond_positions"] = position_warning(longest_tok, positions) or None
     first_choices = [judged_first_choices(trace) for trace in traces[DRAFTER]]
     record["calibration"] = calibration(first_choices, config.seed)
     record["misses"] = misses(traces[DRAFTER], drafter, target.tokenizer())
@@ -694,8 +705,9 @@ def misses(traces: list[Trace], drafter: Drafter, tokenizer) -> dict:
 def repeats(table: pd.DataFrame, config: Config) -> dict:
     """Compare all verify steps with the fresh ones (see the module's head).
 
-    `warning` is set where a tenth or more of the accepted draft tokens of a step is due to
-    repeats, and the interval of the difference excludes 0.
+    `warning` is set where the text loops, where the fresh steps are too few to judge by, and where
+    a tenth or more of the accepted draft tokens of a step is due to repeats and the interval of
+    the difference excludes 0.
     """
     all_steps = (table["accepted"] + table["verify_steps"], table["verify_steps"])
     fresh_only = (table["fresh_accepted"] + table["fresh_steps"], table["fresh_steps"])
@@ -703,11 +715,14 @@ def repeats(table: pd.DataFrame, config: Config) -> dict:
     fresh_length = ratio_interval(*fresh_only, config.seed)
     length = ratio_interval(*all_steps, config.seed)
     n_fresh = int(table["fresh_steps"].sum())
-    warning = None
+    n_steps = int(table["verify_steps"].sum())
+    counts = (int(table["repeated_bigrams"].sum()), int(table["bigrams"].sum()), n_fresh, n_steps)
+    warning = looping_warning(*counts, interval_text(fresh_length.as_dict()))
+    warning = warning or few_steps_warning(n_fresh, n_steps)
     certain = difference.low is not None and difference.low > 0
-    if certain and difference.value >= 0.1 * (length.value - 1):
+    if not warning and certain and difference.value >= 0.1 * (length.value - 1):
         warning = (
-            f"repeats explain part of it: at the {n_fresh} of {int(table['verify_steps'].sum())} "
+            f"repeats explain part of it: at the {n_fresh} of {n_steps} "
             "verify steps that begin at no repeated bigram the acceptance length is "
             f"{interval_text(fresh_length.as_dict())}, "
             f"{interval_text(difference.as_dict())} less"
@@ -716,7 +731,7 @@ def repeats(table: pd.DataFrame, config: Config) -> dict:
         "fresh_steps": n_fresh,
         "fresh_acceptance_length": fresh_length.as_dict(),
         "difference": difference.as_dict(),
-        "warning": warning,
+        "warning": warning or None,
     }
 
 
@@ -1016,7 +1031,7 @@ def _repeats_lines(record: dict) -> list[str]:
         f"of {record['counts']['verify_steps']:,}: "
         f"{interval_text(fresh['fresh_acceptance_length'])}; "
         f"all steps minus fresh ones: {interval_text(fresh['difference'])}",
-        f"WARNING: {warning}" if warning else "repeats do not explain the figure",
+        f"WARNING: {warning}" if warning else "no sign that repeats explain the figure",
     ]
 
 
@@ -1164,7 +1179,7 @@ def comparison_text(comparison: dict) -> str:
         f"{_difference_answer(difference, first, second)}",
     ]
     lines += [
-        f"  position {position['position']}, of those reached: "
+        f"  draft token {position['position']}, of those reached: "
         f"{interval_text(position['conditional'])}"
         for position in comparison["by_position"]
     ]

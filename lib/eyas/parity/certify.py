@@ -1,6 +1,8 @@
-"""Write the parity certificate: compare a bounded sample of a store with its references. `python -m eyas parity --profile P`
+"""Write the parity certificate of a store. `python -m eyas parity --profile P`
 
-The checks and the rule for every limit: `eyas.parity.checks`.
+- It compares a bounded sample of the store with its references (`eyas.parity.references`).
+- The tests and the rule for every limit are in `eyas.parity.checks`.
+- The detection table shows what the tests say of faulty data (`eyas.parity.faults`).
 """
 
 import datetime
@@ -18,7 +20,7 @@ from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.files import read_json
 from eyas.models.target import Head, Target
-from eyas.parity.checks import Evidence, after_norm, examine
+from eyas.parity.checks import Evidence, Served, after_norm, examine
 from eyas.parity.references import CHUNK_TOK, HuggingFace, ask, ask_full
 from eyas.progress import Progress
 from eyas.prompts.chat_template import Sample, encode
@@ -27,8 +29,8 @@ from eyas.server.serve import Server, check_for_capture, server_up
 from eyas.store.certificate import FORMAT, write_certificate
 from eyas.store.reader import Store
 
-REFERENCE_BYTES = 4 * 2**30  # of all N+1 boundaries in both dtypes
-ESCAPES = 0.05  # chance at which a fault's share of the samples is named in `unseen`
+REFERENCE_BYTES = 4 * 2**30  # most memory for all N+1 boundaries in both dtypes
+ESCAPES = 0.05  # `unseen` names the fraction of faulty samples that escapes with this probability
 
 
 def certify(
@@ -39,49 +41,26 @@ def certify(
     prompts: PromptSet | None = None,
     full: bool = False,
 ) -> dict:
-    """Compare a bounded sample of the store with the references, write `parity.json` and give it back.
+    """Compare a bounded sample of the store with the references; write and return `parity.json`.
 
-    `full` also starts a second server, with prefix cache and chunked prefill, and asks it for the same tokens. EyasError: nothing to check, a
-    server that would lose rows or serves something else, no room for the reference. A failed test is no error: see `passed`.
+    `full` also starts a second server, with prefix cache and chunked prefill, and asks it for the
+    same tokens. A failed test is no error: see `passed` of the result.
+
+    Raise EyasError if the store has no samples, if the server would lose rows or serves another
+    model, or if the reference does not fit into memory.
     """
     started_s = time.monotonic()
-    boundaries, dtype, tokenizer, head = (
-        store.boundaries,
-        store.manifest["dtype"],
-        target.tokenizer(),
-        store.head(),
-    )
-    check_for_capture(server.status(), boundaries, target)
-    ids = chosen_samples(
-        store, config.parity_samples, config.seed, (target.n_blocks + 1) * target.hidden_size * 6
-    )
-    if not ids:
-        raise EyasError(
-            f"the store of run {config.run_name!r} has no samples",
-            "some to check",
-            "python -m eyas extract",
-        )
+    dtype = store.manifest["dtype"]
+    tokenizer = target.tokenizer()
+    head = store.head()
+    check_for_capture(server.status(), store.boundaries, target)
+    ids = _ids_to_check(config, store, target)
     samples = {id: store.read(id) for id in ids}
     with Progress(len(ids)) as progress:
         progress.update(note="asked of the server")
-        served = ask(server, samples, boundaries)
-        if full:
-            beside = replace(config, run_name=f"{config.run_name}-parity", server_url="", port=0)
-            with server_up(beside, tied=True, chunk_tok=CHUNK_TOK) as second:
-                served = ask_full(second, samples, boundaries, served)
+        served = _ask_servers(config, server, samples, store.boundaries, full)
         served_s = time.monotonic()
-        reference = HuggingFace(target, config.threads)
-        expected, evidence = expected_samples(config, prompts, tokenizer, ids), {}
-        for id in ids:
-            evidence[id] = Evidence(
-                served[id],
-                reference(samples[id]["input_ids"], served[id].top_ids),
-                expected.get(id),
-            )
-            progress.update(
-                samples=1, tok=len(samples[id]["input_ids"]), note="compared with Hugging Face"
-            )
-        del reference
+        evidence = _collect_evidence(config, target, prompts, samples, served, progress)
     if store.manifest.get("last_state") == "post-norm":
         evidence = {id: after_norm(e) for id, e in evidence.items()}
     referred_s = time.monotonic()
@@ -89,50 +68,118 @@ def certify(
     tests = examine(samples, evidence, head, dtype, tokenizer, hashes)
     judged_s = time.monotonic()
     table = demonstration(samples, evidence, head, dtype, tokenizer, target.embedding())
-    hidden = not any("decoding" in s.states for s in served.values())
     seconds = {
         "server": served_s - started_s,
         "reference": referred_s - served_s,
         "tests": judged_s - referred_s,
         "faults": time.monotonic() - judged_s,
     }
+    in_graph = not any("decoding" in answer.states for answer in served.values())
+    n_stored = len(store.samples())
     record = {
         "format": FORMAT,
         "passed": all(test.ok is not False for test in tests),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {"eyas": __version__}
-        | {name: importlib.metadata.version(name) for name in ("torch", "transformers", "sglang")},
+        "versions": _versions(),
         "target": store.manifest["target"],
         "engine": store.manifest["engine"],
         "dtype": dtype,
         "samples": ids,
-        "of_samples": len(store.samples()),
-        "tok": sum(len(s["input_ids"]) for s in samples.values()),
-        "seconds": {name: round(value, 2) for name, value in seconds.items()}
-        | {"all": round(sum(seconds.values()), 2)},
+        "of_samples": n_stored,
+        "tok": sum(len(sample["input_ids"]) for sample in samples.values()),
+        "seconds": _rounded_seconds(seconds),
         "share_of_extraction": _share_of_extraction(store, sum(seconds.values())),
         "tests": [asdict(test) for test in tests],
         "faults": table,
-        "unseen": unseen(len(ids), len(store.samples()), hidden),
+        "unseen": unseen(len(ids), n_stored, in_graph),
     }
     write_certificate(store, _finite(record))
     return record
 
 
+def _ids_to_check(config: Config, store: Store, target: Target) -> list[str]:
+    """Return the ids of the samples to compare. Raise EyasError if the store has none."""
+    # float32 and bfloat16: 4 + 2 bytes a value
+    token_bytes = (target.n_blocks + 1) * target.hidden_size * 6
+    ids = chosen_samples(store, config.parity_samples, config.seed, token_bytes)
+    if not ids:
+        raise EyasError(
+            f"the store of run {config.run_name!r} has no samples",
+            "some to check",
+            "python -m eyas extract",
+        )
+    return ids
+
+
+def _ask_servers(
+    config: Config,
+    server: Server,
+    samples: dict[str, dict],
+    boundaries: tuple[int, ...],
+    full: bool,
+) -> dict[str, Served]:
+    """Return what the server computes for the samples, and with `full` a second server too."""
+    served = ask(server, samples, boundaries)
+    if not full:
+        return served
+    second_config = replace(config, run_name=f"{config.run_name}-parity", server_url="", port=0)
+    with server_up(second_config, tied=True, chunk_tok=CHUNK_TOK) as second:
+        return ask_full(second, samples, boundaries, served)
+
+
+def _collect_evidence(
+    config: Config,
+    target: Target,
+    prompts: PromptSet | None,
+    samples: dict[str, dict],
+    served: dict[str, Served],
+    progress: Progress,
+) -> dict[str, Evidence]:
+    """Return each sample's evidence: the server's answer, the reference and the encoded prompt.
+
+    The reference's weights are freed at the end of this function.
+    """
+    reference = HuggingFace(target, config.threads)
+    expected = expected_samples(config, prompts, target.tokenizer(), list(samples))
+    evidence = {}
+    for id, sample in samples.items():
+        compared = reference(sample["input_ids"], served[id].top_ids)
+        evidence[id] = Evidence(served[id], compared, expected.get(id))
+        progress.update(samples=1, tok=len(sample["input_ids"]), note="compared with Hugging Face")
+    return evidence
+
+
+def _versions() -> dict[str, str]:
+    packages = ("torch", "transformers", "sglang")
+    return {"eyas": __version__} | {name: importlib.metadata.version(name) for name in packages}
+
+
+def _rounded_seconds(seconds: dict[str, float]) -> dict[str, float]:
+    rounded = {name: round(value, 2) for name, value in seconds.items()}
+    return rounded | {"all": round(sum(seconds.values()), 2)}
+
+
 def chosen_samples(store: Store, limit: int, seed: int, token_bytes: int) -> list[str]:
-    """At most `limit` ids, drawn without replacement from both splits, in the order of the store; two at least, and no more than their reference may take."""
+    """Return at most `limit` sample ids, drawn from both splits, in the order of the store.
+
+    The draw is without replacement. Samples are added while their references fit into
+    REFERENCE_BYTES, at `token_bytes` a token, but at least two are returned.
+    """
     lengths = store.index.set_index("id")["length"]
     ids = store.samples()
     drawn = np.random.default_rng(seed).permutation(len(ids))[:limit]
-    fit = int(
-        (np.cumsum([int(lengths[ids[n]]) * token_bytes for n in drawn]) <= REFERENCE_BYTES).sum()
-    )
-    return [ids[n] for n in sorted(drawn[: max(fit, 2)])]
+    sample_bytes = [int(lengths[ids[n]]) * token_bytes for n in drawn]
+    n_fit = int((np.cumsum(sample_bytes) <= REFERENCE_BYTES).sum())
+    return [ids[n] for n in sorted(drawn[: max(n_fit, 2)])]
 
 
 def expected_samples(
     config: Config, prompts: PromptSet | None, tokenizer, ids: list[str]
 ) -> dict[str, Sample]:
+    """Encode the conversations of these samples again; empty without a prompt set.
+
+    Raise EyasError if a sample is not in the prompt set.
+    """
     if prompts is None:
         return {}
     conversations = {c.id: c for c in prompts.conversations}
@@ -152,56 +199,58 @@ def demonstration(
     head: Head,
     dtype: str,
     tokenizer,
-    embedding: torch.Tensor,
+    embedding: torch.Tensor,  # [V, H]
 ) -> list[dict]:
-    """The detection table on the two shortest samples: what each test would have said of faulty data."""
+    """Return the detection table of the two shortest samples: which test catches which fault."""
     from eyas.parity.faults import clean, detection_table, faults
 
-    two = sorted(samples, key=lambda id: len(samples[id]["input_ids"]))[:2]
-    if len(two) < 2:
+    shortest = sorted(samples, key=lambda id: len(samples[id]["input_ids"]))[:2]
+    if len(shortest) < 2:
         return []
-    some, of = {id: samples[id] for id in two}, {id: evidence[id] for id in two}
-    return detection_table(
-        [*clean(some, of, head, dtype), *faults(some, of, head, dtype, tokenizer, embedding)],
-        tokenizer,
-    )
+    two_samples = {id: samples[id] for id in shortest}
+    two_evidence = {id: evidence[id] for id in shortest}
+    good = clean(two_samples, two_evidence, head, dtype)
+    faulty = faults(two_samples, two_evidence, head, dtype, tokenizer, embedding)
+    return detection_table([*good, *faulty], tokenizer)
 
 
 def unseen(n_samples: int, of_samples: int, in_graph: bool) -> list[str]:
-    """Return in sentences what a certificate over n of so many samples cannot see."""
-    said = []
+    """Return in sentences what a certificate over `n_samples` of `of_samples` cannot see."""
+    sentences = []
     if n_samples < of_samples:
         share = 1 - ESCAPES ** (1 / n_samples)
-        said.append(
-            f"{n_samples} of {of_samples:,} samples were compared: a fault in {share:.0%} of the samples"
+        sentences.append(
+            f"{n_samples} of {of_samples:,} samples were compared:"
+            f" a fault in {share:.0%} of the samples"
             f" escapes in {ESCAPES:.0%} of certificates, a fault in fewer samples more often"
             " (-p parity_samples N compares more)"
         )
-    said.append(
-        "within a sample, a fault in up to a tenth of its rows escapes while each row stays nearer to its"
-        " own token's reference than half way to a neighbouring token's"
+    sentences.append(
+        "within a sample, a fault in up to a tenth of its rows escapes while each row stays"
+        " nearer to its own token's reference than half way to a neighbouring token's"
     )
     if in_graph:
-        said.append(
+        sentences.append(
             "decoding: the server decodes inside CUDA graphs;"
             " --cuda-graph-backend-decode disabled would show it"
         )
-    return said
+    return sentences
 
 
 def _share_of_extraction(store: Store, seconds: float) -> float | None:
-    """Of the time that extracting this many samples takes, by the last run's rate; None when that extracted nothing."""
+    """Return `seconds` / the time that extracting the whole store takes at the last run's rate.
+
+    Return None if the last run extracted nothing.
+    """
     path = store.folder / "data_config.json"
     last = read_json(path).get("last_run", {}) if path.is_file() else {}
-    return (
-        seconds / (last["seconds"] / last["extracted"] * len(store.samples()))
-        if last.get("extracted")
-        else None
-    )
+    if not last.get("extracted"):
+        return None
+    return seconds / (last["seconds"] / last["extracted"] * len(store.samples()))
 
 
 def _finite(value):
-    """JSON knows no NaN and no infinity: None."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -210,25 +259,28 @@ def _finite(value):
 
 
 def tests_table(record: dict) -> pd.DataFrame:
+    """Return one row a test of the certificate: its name, verdict and detail."""
     words = {True: "passed", False: "FAILED", None: "measured only"}
-    return pd.DataFrame(
-        [
-            {"test": test["name"], "verdict": words[test["ok"]], "detail": test["detail"]}
-            for test in record["tests"]
-        ]
-    )
+    rows = [
+        {"test": test["name"], "verdict": words[test["ok"]], "detail": test["detail"]}
+        for test in record["tests"]
+    ]
+    return pd.DataFrame(rows)
 
 
 def summary(record: dict) -> str:
-    """A line per test, then the cost."""
+    """Return the certificate as text: a line for each test, what it cannot see, and its cost."""
     words = {True: "ok  ", False: "FAIL", None: "    "}
-    lines = [
-        f"{words[test['ok']]}  {test['name']:9} {test['detail']}" for test in record["tests"]
-    ] + [f"not seen: {what}" for what in record["unseen"]]
-    return "\n".join([*lines, cost(record)])
+    tests = [f"{words[test['ok']]}  {test['name']:9} {test['detail']}" for test in record["tests"]]
+    not_seen = [f"not seen: {sentence}" for sentence in record["unseen"]]
+    return "\n".join([*tests, *not_seen, cost(record)])
 
 
 def cost(record: dict) -> str:
+    """Return in words how much was compared, and how long it took."""
+    text = (
+        f"{len(record['samples'])} of {record['of_samples']:,} samples,"
+        f" {record['tok']:,} tokens, {record['seconds']['all']:.1f} s"
+    )
     share = record["share_of_extraction"]
-    text = f"{len(record['samples'])} of {record['of_samples']:,} samples, {record['tok']:,} tokens, {record['seconds']['all']:.1f} s"
     return text + (f", {share:.1%} of what extraction takes" if share else "")

@@ -1,6 +1,7 @@
-"""Faults that stores have had, put into good data in memory, to see which test of eyas.parity.certify catches each: the detection table.
+"""Put faults that stores have had into good data in memory, and list which test catches each.
 
-Nothing is written and nothing is fetched: what a fault needs comes from the samples, as `Store.read` gives them, and from their evidence.
+Nothing is written to disk, and nothing is requested from a server. Every fault is made from the
+samples, as `Store.read` returns them, and from their evidence.
 """
 
 from collections.abc import Iterator
@@ -26,9 +27,10 @@ FP8 = "float8_e4m3fn"
 
 @dataclass(frozen=True)
 class Altered:
-    """The altered samples with their evidence, as a store of `dtype` would hold them; `size` says what was altered, in words.
+    """Hold altered samples with their evidence, as a store of number format `dtype` has them.
 
-    `head`: the copied norm and head of the altered store.
+    fault: the name of the fault. size: how much was altered, in words.
+    head: the copied norm and head of the altered store.
     """
 
     fault: str
@@ -42,7 +44,7 @@ class Altered:
 def clean(
     samples: dict[str, dict], evidence: dict[str, Evidence], head: Head, dtype: str
 ) -> Iterator[Altered]:
-    """What must pass: the data as they are, and as an fp8 store holds them."""
+    """Yield what must pass: the data as they are, and as an fp8 store holds them."""
     yield Altered("none", "the data as they are", samples, evidence, dtype, head)
     if dtype != FP8:
         stored = {id: _with(s, lambda b, rows: as_stored(rows, FP8)) for id, s in samples.items()}
@@ -57,173 +59,240 @@ def faults(
     head: Head,
     dtype: str,
     tokenizer,
-    embedding: torch.Tensor,
+    embedding: torch.Tensor,  # [V, H] of the target
 ) -> Iterator[Altered]:
-    """Yield each fault in the first of the samples (or in the first two); a fault is as small as it can be. embedding [V, H] of the target."""
-    a, b = list(samples)[:2]
-    one, other = samples[a], samples[b]
-    boundaries = sorted(one["states"])
-    last, T = boundaries[-1], len(one["input_ids"])
+    """Yield each fault, put into the first sample or into the first two.
 
-    def in_one(fault: str, size: str, sample: dict, dtype: str = dtype) -> Altered:
-        return Altered(fault, size, {a: sample}, {a: evidence[a]}, dtype, head)
-
-    for where, stored in (
-        ("start", boundaries[0]),
-        ("middle", boundaries[(len(boundaries) - 1) // 2]),
-        ("end", last),
-    ):
-        holds = stored + 1 if stored < last else stored - 1
-        rows = as_stored(evidence[a].reference.rounded[holds], dtype)
-        apart = distance(rows, one["states"][stored]).median()
-        yield in_one(
-            f"boundary shifted by one, {where}",
-            f"boundary {stored} holds {holds}, {apart:.0%} away",
-            _with(one, lambda b, x: rows if b == stored else x),
-        )
-    normed = as_stored(head.normed(one["states"][last]), dtype)
-    if not torch.equal(normed, one["states"][last]):
-        yield in_one(
-            "last state after the norm",
-            f"{distance(normed, one['states'][last]).median():.0%} away",
-            _with(one, lambda b, x: normed if b == last else x),
-        )
-    yield in_one(
-        "rows shifted by one token",
-        f"{T - 1} of {T} rows",
-        _with(one, lambda b, x: torch.cat([x[:1], x[:-1]])),
-    )
-    middle = T // 2
-    yield in_one(
-        "one row repeated, the next dropped",
-        f"1 of {T} rows",
-        _with(
-            one, lambda b, x: torch.cat([x[: middle + 1], x[middle : middle + 1], x[middle + 2 :]])
-        ),
-    )
-    yield in_one(
-        "half the rows from a prefix-cache hit",
-        f"{middle} of {T} rows were never written",
-        _with(one, lambda b, x: torch.cat([torch.zeros_like(x[:middle]), x[middle:]])),
-    )
-    stale = torch.arange(T) % len(other["input_ids"])
-    yield in_one(
-        "the same, another request's rows in their place",
-        f"{middle} of {T} rows",
-        _with(one, lambda b, x: torch.cat([other["states"][b][stale[:middle]], x[middle:]])),
-    )
-    swapped = {
-        a: _with(one, lambda b, x: other["states"][b][stale]),
-        b: _with(other, lambda b, x: one["states"][b][torch.arange(len(x)) % T]),
-    }
-    yield Altered(
-        "states of two samples swapped",
-        "2 samples",
-        swapped,
-        {a: evidence[a], b: evidence[b]},
-        dtype,
-        head,
-    )
-    if evidence[a].expected is not None:
-        yield Altered(
-            "two samples swapped whole",
-            "2 samples",
-            {a: other, b: one},
-            {
-                a: replace(evidence[b], expected=evidence[a].expected),
-                b: replace(evidence[a], expected=evidence[b].expected),
-            },
-            dtype,
-            head,
-        )
-    n = min(T, len(other["input_ids"]))
-    ids = {"input_ids": other["input_ids"][:n], "loss_mask": one["loss_mask"][:n]}
-    yield Altered(
-        "right tensor, another sample's token ids",
-        f"{n} ids",
-        {a: _with(one, lambda b, x: x[:n]) | ids},
-        {a: cut(evidence[b], n)},
-        dtype,
-        head,
-    )
-    shared = {
-        b: rows
-        for b, rows in zip(boundaries, _shared_scale([one["states"][b] for b in boundaries]))
-    }
-    yield in_one(
-        "fp8 scale shared over boundaries",
-        f"{len(boundaries)} boundaries",
-        {**one, "states": shared},
-        FP8,
-    )
-    for name, shift in (("late", 1), ("early", -1)):
-        yield in_one(
-            f"loss mask off by one, {name}",
-            "1 token at each end of a turn",
-            {**one, "loss_mask": one["loss_mask"].roll(shift)},
-        )
-    if generation_prompt(tokenizer):
-        yield in_one(
-            "template mismatch",
-            "another header before each answer",
-            template_mismatch(one, tokenizer),
-        )
+    Each fault is as small as it can be.
+    """
+    pair = _Pair(samples, evidence, head, dtype)
+    yield from _wrong_states(pair)
+    yield from _exchanged_samples(pair)
+    yield from _shared_fp8_scale(pair)
+    yield from _wrong_text(pair, tokenizer)
     for fault, size, wrong in wrong_heads(head, embedding):
         yield Altered(fault, size, samples, evidence, dtype, wrong)
-    # in few tokens only
-    strange = other["states"]
-    yield in_one(
-        "one row of another sample",
-        f"1 of {T} rows",
-        _with(
-            one,
-            lambda b, x: torch.cat(
-                [x[:middle], strange[b][stale[middle : middle + 1]], x[middle + 1 :]]
-            ),
-        ),
+    yield from _single_rows(pair)
+
+
+class _Pair:
+    """Hold two good samples, and make altered copies of them."""
+
+    def __init__(
+        self, samples: dict[str, dict], evidence: dict[str, Evidence], head: Head, dtype: str
+    ):
+        self.ids = list(samples)[:2]
+        self.first = samples[self.ids[0]]
+        self.second = samples[self.ids[1]]
+        self.first_evidence = evidence[self.ids[0]]
+        self.second_evidence = evidence[self.ids[1]]
+        self.head = head
+        self.dtype = dtype
+        self.boundaries = sorted(self.first["states"])
+        self.n_tok = len(self.first["input_ids"])
+        # The second sample's row for each token of the first, from the start again where it ends
+        self.second_row = torch.arange(self.n_tok) % len(self.second["input_ids"])  # [T]
+
+    def in_first(self, fault: str, size: str, sample: dict, dtype: str = "") -> Altered:
+        """Return a fault whose altered data are `sample` in place of the first one."""
+        first = self.ids[0]
+        return Altered(
+            fault,
+            size,
+            {first: sample},
+            {first: self.first_evidence},
+            dtype or self.dtype,
+            self.head,
+        )
+
+    def in_states(self, fault: str, size: str, change) -> Altered:
+        """Return a fault in the first sample's states: change(b, rows [T, H]) -> rows."""
+        return self.in_first(fault, size, _with(self.first, change))
+
+    def in_both(
+        self, fault: str, samples: tuple[dict, dict], evidence: tuple[Evidence, Evidence]
+    ) -> Altered:
+        """Return a fault that needs both samples."""
+        return Altered(
+            fault,
+            "2 samples",
+            dict(zip(self.ids, samples)),
+            dict(zip(self.ids, evidence)),
+            self.dtype,
+            self.head,
+        )
+
+
+def _wrong_states(pair: _Pair) -> Iterator[Altered]:
+    """Yield faults in many rows of one sample."""
+    T = pair.n_tok
+    middle = T // 2
+    last = pair.boundaries[-1]
+    middle_boundary = pair.boundaries[(len(pair.boundaries) - 1) // 2]
+    for where, b in (
+        ("start", pair.boundaries[0]),
+        ("middle", middle_boundary),
+        ("end", last),
+    ):
+        yield _shifted_boundary(pair, where, b)
+
+    last_rows = pair.first["states"][last]
+    normed = as_stored(pair.head.normed(last_rows), pair.dtype)
+    if not torch.equal(normed, last_rows):
+        yield pair.in_states(
+            "last state after the norm",
+            f"{distance(normed, last_rows).median():.0%} away",
+            lambda b, x: normed if b == last else x,
+        )
+    yield pair.in_states(
+        "rows shifted by one token",
+        f"{T - 1} of {T} rows",
+        lambda b, x: torch.cat([x[:1], x[:-1]]),
     )
-    yield in_one(
-        "one row not finite",
+    yield pair.in_states(
+        "one row repeated, the next dropped",
         f"1 of {T} rows",
-        _with(
-            one,
-            lambda b, x: torch.cat(
-                [x[:middle], x[middle : middle + 1] * torch.nan, x[middle + 1 :]]
-            ),
-        ),
+        lambda b, x: torch.cat([x[: middle + 1], x[middle : middle + 1], x[middle + 2 :]]),
     )
-    yield in_one(
-        "one row of zeros",
-        f"1 of {T} rows",
-        _with(one, lambda b, x: torch.cat([x[:middle], torch.zeros_like(x[:1]), x[middle + 1 :]])),
+    yield pair.in_states(
+        "half the rows from a prefix-cache hit",
+        f"{middle} of {T} rows were never written",
+        lambda b, x: torch.cat([torch.zeros_like(x[:middle]), x[middle:]]),
+    )
+    stale = pair.second_row[:middle]
+    yield pair.in_states(
+        "the same, another request's rows in their place",
+        f"{middle} of {T} rows",
+        lambda b, x: torch.cat([pair.second["states"][b][stale], x[middle:]]),
     )
 
 
-def wrong_heads(head: Head, embedding: torch.Tensor) -> Iterator[tuple[str, str, Head]]:
-    """(fault, its size, the copied norm and head with it). embedding [V, H] of the target; skipped where the head is tied to it."""
-    rows, V = head.lm_head, len(head.lm_head)
-    order = torch.randperm(V, generator=torch.Generator().manual_seed(0))
+def _shifted_boundary(pair: _Pair, where: str, stored: int) -> Altered:
+    """Return the fault that boundary `stored` holds the states of the next (or previous) one."""
+    holds = stored + 1 if stored < pair.boundaries[-1] else stored - 1
+    rows = as_stored(pair.first_evidence.reference.rounded[holds], pair.dtype)
+    apart = distance(rows, pair.first["states"][stored]).median()
+    return pair.in_states(
+        f"boundary shifted by one, {where}",
+        f"boundary {stored} holds {holds}, {apart:.0%} away",
+        lambda b, x: rows if b == stored else x,
+    )
+
+
+def _exchanged_samples(pair: _Pair) -> Iterator[Altered]:
+    """Yield faults in which one sample holds what belongs to the other."""
+    first = pair.first
+    second = pair.second
+    first_row = torch.arange(len(second["input_ids"])) % pair.n_tok
+    yield pair.in_both(
+        "states of two samples swapped",
+        (
+            _with(first, lambda b, x: second["states"][b][pair.second_row]),
+            _with(second, lambda b, x: first["states"][b][first_row]),
+        ),
+        (pair.first_evidence, pair.second_evidence),
+    )
+    if pair.first_evidence.expected is not None:
+        yield pair.in_both(
+            "two samples swapped whole",
+            (second, first),
+            (
+                replace(pair.second_evidence, expected=pair.first_evidence.expected),
+                replace(pair.first_evidence, expected=pair.second_evidence.expected),
+            ),
+        )
+    n = min(pair.n_tok, len(second["input_ids"]))
+    ids = {"input_ids": second["input_ids"][:n], "loss_mask": first["loss_mask"][:n]}
+    mixed = pair.in_first(
+        "right tensor, another sample's token ids",
+        f"{n} ids",
+        _with(first, lambda b, x: x[:n]) | ids,
+    )
+    yield replace(mixed, evidence={pair.ids[0]: cut(pair.second_evidence, n)})
+
+
+def _shared_fp8_scale(pair: _Pair) -> Iterator[Altered]:
+    """Yield speculators' fp8 layout, in which all boundaries of a token share one scale."""
+    states = [pair.first["states"][b] for b in pair.boundaries]
+    shared = dict(zip(pair.boundaries, _shared_scale(states)))
+    yield pair.in_first(
+        "fp8 scale shared over boundaries",
+        f"{len(pair.boundaries)} boundaries",
+        {**pair.first, "states": shared},
+        FP8,
+    )
+
+
+def _wrong_text(pair: _Pair, tokenizer) -> Iterator[Altered]:
+    """Yield faults in the token ids and the loss mask."""
+    for name, shift in (("late", 1), ("early", -1)):
+        yield pair.in_first(
+            f"loss mask off by one, {name}",
+            "1 token at each end of a turn",
+            {**pair.first, "loss_mask": pair.first["loss_mask"].roll(shift)},
+        )
+    if generation_prompt(tokenizer):
+        yield pair.in_first(
+            "template mismatch",
+            "another header before each answer",
+            template_mismatch(pair.first, tokenizer),
+        )
+
+
+def _single_rows(pair: _Pair) -> Iterator[Altered]:
+    """Yield faults in one row of one sample."""
+    size = f"1 of {pair.n_tok} rows"
+    middle = pair.n_tok // 2
+    other_row = pair.second_row[middle : middle + 1]
+
+    def with_row(make_row):
+        """Return the change that puts make_row(b, row [1, H]) into the middle row."""
+
+        def change(b: int, x: torch.Tensor) -> torch.Tensor:
+            row = make_row(b, x[middle : middle + 1])
+            return torch.cat([x[:middle], row, x[middle + 1 :]])
+
+        return change
+
+    other = pair.second["states"]
+    yield pair.in_states(
+        "one row of another sample", size, with_row(lambda b, row: other[b][other_row])
+    )
+    yield pair.in_states("one row not finite", size, with_row(lambda b, row: row * torch.nan))
+    yield pair.in_states("one row of zeros", size, with_row(lambda b, row: torch.zeros_like(row)))
+
+
+def wrong_heads(
+    head: Head,
+    embedding: torch.Tensor,  # [V, H] of the target
+) -> Iterator[tuple[str, str, Head]]:
+    """Yield (fault, its size, the copied norm and head with that fault).
+
+    The embedding as head is left out where the target ties the two.
+    """
+    rows = head.lm_head
+    V = len(rows)
     half = V // 2
-    exchanged = rows.clone()
-    exchanged[[half, half + 1]] = rows[[half + 1, half]]
+    n_weights = f"{len(head.norm_weight)} weights"
+    order = torch.randperm(V, generator=torch.Generator().manual_seed(0))
     yield "head permuted", f"{V:,} rows", replace(head, lm_head=rows[order])
     if not torch.equal(embedding.float(), rows):
         yield "embedding as head", f"{V:,} rows", replace(head, lm_head=embedding.float())
     yield "head scaled by 1.01", f"{V:,} rows", replace(head, lm_head=rows * 1.01)
+    shifted = torch.cat([rows[:half].roll(1, 0), rows[half:]])
     yield (
         "half the head's rows shifted by one",
         f"{half:,} rows",
-        replace(head, lm_head=torch.cat([rows[:half].roll(1, 0), rows[half:]])),
+        replace(head, lm_head=shifted),
     )
+    exchanged = rows.clone()
+    exchanged[[half, half + 1]] = rows[[half + 1, half]]
     yield "two rows of the head exchanged", f"2 of {V:,} rows", replace(head, lm_head=exchanged)
-    yield (
-        "final norm's weight left at 1",
-        f"{len(head.norm_weight)} weights",
-        replace(head, norm_weight=torch.ones_like(head.norm_weight)),
-    )
+    ones = torch.ones_like(head.norm_weight)
+    yield "final norm's weight left at 1", n_weights, replace(head, norm_weight=ones)
     yield (
         "final norm's weight of another model",
-        f"{len(head.norm_weight)} weights",
+        n_weights,
         replace(head, norm_weight=head.norm_weight.roll(1)),
     )
     yield (
@@ -234,30 +303,34 @@ def wrong_heads(head: Head, embedding: torch.Tensor) -> Iterator[tuple[str, str,
 
 
 def template_mismatch(sample: dict, tokenizer) -> dict:
-    """The sample's ids and mask as another template would have made them: another header before each answer. Without states: they would be others too."""
-    ids, mask, opening = (
-        sample["input_ids"].tolist(),
-        sample["loss_mask"].tolist(),
-        generation_prompt(tokenizer),
-    )
-    new_ids, new_mask, start = [], [], 0
+    """Return the ids and mask of another template, which writes another header before an answer.
+
+    The result has no states: other ids would have other states.
+    """
+    ids = sample["input_ids"].tolist()
+    mask = sample["loss_mask"].tolist()
+    opening = generation_prompt(tokenizer)
+    new_ids = []
+    new_mask = []
+    start = 0
     for end in range(1, len(ids) + 1):
-        if end == len(ids) or mask[end] != mask[start]:
-            piece = ids[start:end]
-            if not mask[start]:
-                piece = tokenizer.encode(
-                    tokenizer.decode(piece, skip_special_tokens=False).replace(
-                        opening, "\n### Response:\n"
-                    ),
-                    add_special_tokens=False,
-                )
-            new_ids, new_mask, start = new_ids + piece, new_mask + [mask[start]] * len(piece), end
+        if end < len(ids) and mask[end] == mask[start]:
+            continue
+        piece = ids[start:end]
+        if not mask[start]:
+            text = tokenizer.decode(piece, skip_special_tokens=False)
+            text = text.replace(opening, "\n### Response:\n")
+            piece = tokenizer.encode(text, add_special_tokens=False)
+        new_ids += piece
+        new_mask += [mask[start]] * len(piece)
+        start = end
     return {"input_ids": torch.tensor(new_ids), "loss_mask": torch.tensor(new_mask), "states": {}}
 
 
 def cut(evidence: Evidence, n: int) -> Evidence:
-    """Of the first n tokens: nothing in a causal model depends on later ones."""
-    served, reference = evidence.served, evidence.reference
+    """Return the evidence of the first n tokens: a causal model never looks at later ones."""
+    served = evidence.served
+    reference = evidence.reference
     return Evidence(
         Served(served.next_logp[: n - 1], served.top_ids[: n - 1], served.top_logp[: n - 1]),
         Reference(
@@ -272,18 +345,18 @@ def cut(evidence: Evidence, n: int) -> Evidence:
 
 
 def detection_table(altered: list[Altered], tokenizer) -> list[dict]:
-    """A row per fault: its size, the tests that caught it (none: it passed), and how far beyond the limit it was."""
+    """Return one row a fault: its size, the tests that caught it, and its excess over the limit."""
     table = []
-    for found in altered:
-        if all(sample["states"] for sample in found.samples.values()):
-            verdicts = examine(found.samples, found.evidence, found.head, found.dtype, tokenizer)
-        else:  # other ids have other states, which are not at hand
-            verdicts = [text_test(found.samples, found.evidence, tokenizer, {})]
+    for case in altered:
+        if all(sample["states"] for sample in case.samples.values()):
+            verdicts = examine(case.samples, case.evidence, case.head, case.dtype, tokenizer)
+        else:  # other token ids, for which there are no states
+            verdicts = [text_test(case.samples, case.evidence, tokenizer, {})]
         caught = [v.name for v in verdicts if v.ok is False]
         table.append(
             {
-                "fault": found.fault,
-                "size": found.size,
+                "fault": case.fault,
+                "size": case.size,
                 "caught by": ", ".join(caught) or "nothing",
                 "of the limit": max(v.excess for v in verdicts),
             }
@@ -292,10 +365,11 @@ def detection_table(altered: list[Altered], tokenizer) -> list[dict]:
 
 
 def _with(sample: dict, change) -> dict:
+    """Return the sample with change(b, rows [T, H]) in place of its rows."""
     return {**sample, "states": {b: change(b, rows) for b, rows in sample["states"].items()}}
 
 
 def _shared_scale(states: list[torch.Tensor]) -> list[torch.Tensor]:
-    """speculators' fp8 layout: one scale per token over all boundaries."""
+    """Return states [T, H] after fp8 with one scale a token for all boundaries (speculators)."""
     wide = torch.cat(states, dim=1)  # [T, B*H]
     return list(from_fp8(*to_fp8(wide)).chunk(len(states), dim=1))

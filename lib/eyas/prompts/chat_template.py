@@ -1,4 +1,7 @@
-"""The target's chat template: token ids of a conversation, and the loss mask that marks the answers."""
+"""Turn conversations into token ids and loss masks with the target's chat template.
+
+The loss mask marks the tokens of the answers.
+"""
 
 import functools
 import json
@@ -16,30 +19,39 @@ from eyas.prompts.prompt_set import Conversation
 
 @dataclass(frozen=True)
 class Sample:
+    """Hold one encoded conversation of T tokens."""
+
     id: str
     input_ids: np.ndarray  # int64 [T]
-    loss_mask: np.ndarray  # bool [T]; True where the assistant has to produce token t
-    truncated: bool  # cut at max_length, the mask with it
+    loss_mask: np.ndarray  # bool [T]; True where the assistant writes token t
+    truncated: bool  # cut at max_length, with its mask
     category: str
     split: str
-    warnings: tuple[str, ...] = ()  # what a person may want to know about an accepted sample
+    warnings: tuple[str, ...] = ()  # remarks on an accepted sample
     topic: str = ""
 
 
 def encode(conversation: Conversation, tokenizer, max_length: int) -> Sample:
-    """Token ids and loss mask of a conversation, from the tokenizer's own chat template.
+    """Encode a conversation with the tokenizer's own chat template.
 
-    The mask selects every assistant turn: its words and the end-of-turn token, neither the header before nor the line break after.
-    An answer with finish "length" was cut: its end-of-turn token is the template's and stays out of the mask. A user turn after the last
-    answer is cut off. Each answer is tokenised by itself after its prompt, as the server does it: the ids of prompt and answer
-    are never merged across the border.
+    - The mask selects every assistant turn: its words and the end-of-turn token. It selects neither
+      the header before nor the line break after it.
+    - An answer with finish "length" was cut. Its end-of-turn token is the template's and is not in
+      the mask. A user turn after the last answer is dropped.
+    - Each answer is tokenised by itself after its prompt, as the server does it. Ids of prompt and
+      answer are never merged across the border.
+    - The place of an answer is found by rendering the messages before it with the generation
+      prompt, and then with the answer. A template without a generation prompt needs
+      `{% generation %}` markers. The place is never found by a search for the answer's text.
+    - Only what the model writes after the generation prompt is supervised. An earlier answer that
+      the template rewrites (it leaves thoughts out) is not supervised, and a warning says so.
 
-    Where an answer lies comes from rendering the messages before it with the generation prompt and then with it, or from the template's
-    `{% generation %}` markers where it has no generation prompt; never from a search for its text. Supervised is what the model writes after the generation prompt and nothing
-    else: an earlier answer that the template rewrites (its thoughts left out) is not, with a warning. EyasError naming the sample: no answer; a control token in a text; a template
-    that fails, writes the last answer otherwise than the model, or supervises nothing or everything; nothing left of the answers after the cut at `max_length`.
+    Raise EyasError, which names the sample, in these cases: it has no answer; a text contains a
+    control token; the template fails, writes the last answer otherwise than the model does, or
+    supervises nothing or everything; no supervised token is left after the cut at `max_length`.
     """
-    id, messages = conversation.id, list(conversation.messages)
+    id = conversation.id
+    messages = list(conversation.messages)
     warnings = []
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
@@ -52,59 +64,30 @@ def encode(conversation: Conversation, tokenizer, max_length: int) -> Sample:
     if len(messages) < len(conversation.messages):
         warnings.append("open user turn cut off")
     answers = [m for m in messages if m["role"] == "assistant"]
-    warnings += ["empty answer"] * sum(m["content"] == "" for m in answers)
+    warnings += ["empty answer" for m in answers if m["content"] == ""]
     _refuse_control_tokens(id, messages, tokenizer)
     text, spans = _answer_spans(id, messages, tokenizer)
     if left_out := spans.count(None):
         warnings.append(
             f"{left_out} of {len(answers)} answers not supervised: the chat template rewrites them"
         )
-    ids, mask, at = [], [], 0
-    for (start, words_end, end), answer in (
-        (span, answer) for span, answer in zip(spans, answers) if span
-    ):
-        supervise_end = answer.get("finish", "stop") == "stop"
-        for piece, supervised in (
-            (text[at:start], False),
-            (text[start:words_end], True),
-            (text[words_end:end], supervise_end),
-        ):
-            piece_ids = tokenizer.encode(piece, add_special_tokens=False)
-            ids += piece_ids
-            mask += [supervised] * len(piece_ids)
-        at = end
-    rest = tokenizer.encode(text[at:], add_special_tokens=False)
-    ids += rest
-    mask += [False] * len(rest)
+    ids, mask = _ids_and_mask(text, spans, answers, tokenizer)
     _check_round_trip(id, ids, text, tokenizer)
-    if not any(mask):
-        raise EyasError(
-            f"sample {id}: its loss mask is zero everywhere",
-            "at least one supervised token",
-            "answers that end by themselves, or a larger max_new_tok",
-        )
-    if all(mask[: len(mask) - mask[::-1].index(True)]):
-        raise EyasError(
-            f"sample {id}: the chat template gives a loss mask of ones everywhere",
-            "a template that marks the assistant's turns only",
-        )
+    _check_mask(id, mask)
     truncated = len(ids) > max_length
     if truncated:
         warnings.append(f"cut from {len(ids)} to {max_length} tokens")
         if not any(mask[:max_length]):
             raise EyasError(
-                f"sample {id} has {len(ids)} tokens, and the first {max_length} hold nothing of an answer",
+                f"sample {id} has {len(ids)} tokens,"
+                f" and the first {max_length} hold nothing of an answer",
                 "a longer max_length",
                 "-p max_length N",
             )
-    ids, mask = (
-        np.array(ids[:max_length], dtype=np.int64),
-        np.array(mask[:max_length], dtype=np.bool_),
-    )
     return Sample(
         id,
-        ids,
-        mask,
+        np.array(ids[:max_length], dtype=np.int64),
+        np.array(mask[:max_length], dtype=np.bool_),
         truncated,
         conversation.category,
         conversation.split,
@@ -113,16 +96,66 @@ def encode(conversation: Conversation, tokenizer, max_length: int) -> Sample:
     )
 
 
-def prompt_ids(messages: list[dict], tokenizer, id: str) -> list[int]:
-    """Token ids that the server gets so that it writes the next assistant turn; `messages` end with a user turn. EyasError as in `encode`."""
-    _refuse_control_tokens(id, messages, tokenizer)
-    return tokenizer.encode(
-        _render(id, messages, tokenizer, add_generation_prompt=True), add_special_tokens=False
+def _ids_and_mask(
+    text: str, spans: list[tuple[int, int, int] | None], answers: list[dict], tokenizer
+) -> tuple[list[int], list[bool]]:
+    """Tokenise a rendered conversation piece by piece; return its ids and its loss mask.
+
+    spans: (start of the words, their end, end of the end-of-turn token) of each supervised answer.
+    """
+    ids: list[int] = []
+    mask: list[bool] = []
+
+    def append(piece: str, supervised: bool) -> None:
+        piece_ids = tokenizer.encode(piece, add_special_tokens=False)
+        ids.extend(piece_ids)
+        mask.extend(supervised for _ in piece_ids)
+
+    position = 0
+    for span, answer in zip(spans, answers):
+        if span is None:
+            continue
+        start, words_end, end = span
+        append(text[position:start], False)
+        append(text[start:words_end], True)
+        append(text[words_end:end], answer.get("finish", "stop") == "stop")
+        position = end
+    append(text[position:], False)
+    return ids, mask
+
+
+def _check_mask(id: str, mask: list[bool]) -> None:
+    """Raise EyasError if the mask selects nothing, or everything up to its last selected token."""
+    if not any(mask):
+        raise EyasError(
+            f"sample {id}: its loss mask is zero everywhere",
+            "at least one supervised token",
+            "answers that end by themselves, or a larger max_new_tok",
+        )
+    end = len(mask) - mask[::-1].index(True)
+    if all(mask[:end]):
+        raise _all_supervised(id)
+
+
+def _all_supervised(id: str) -> EyasError:
+    return EyasError(
+        f"sample {id}: the chat template gives a loss mask of ones everywhere",
+        "a template that marks the assistant's turns only",
     )
 
 
+def prompt_ids(messages: list[dict], tokenizer, id: str) -> list[int]:
+    """Return the token ids of a prompt, after which the server writes the next assistant turn.
+
+    `messages` end with a user turn. Raise EyasError as in `encode`.
+    """
+    _refuse_control_tokens(id, messages, tokenizer)
+    text = _render(id, messages, tokenizer, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
 def end_of_turn(tokenizer) -> int:
-    """Id of the token with which the chat template closes an assistant turn."""
+    """Return the id of the token that ends an assistant turn in the chat template."""
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     if _by_markers(tokenizer):
         text, [(_, start, end)] = _marked_spans("(probe)", messages, tokenizer)
@@ -131,27 +164,29 @@ def end_of_turn(tokenizer) -> int:
 
 
 def thinking_switch(tokenizer) -> str:
-    """The variable with which the chat template's thinking is switched on or off; empty where there is none."""
-    found = re.search(r"\b(enable_thinking|thinking)\b", _template(tokenizer))
-    return found.group() if found else ""
+    """Return the variable that switches the chat template's thinking; empty if there is none."""
+    variable = re.search(r"\b(enable_thinking|thinking)\b", _template(tokenizer))
+    return variable.group() if variable else ""
 
 
 def template_hash(tokenizer) -> str:
+    """Return the sha256 over the chat template."""
     return sha256_json(_template(tokenizer))
 
 
 def tokenizer_hash(tokenizer) -> str:
-    """Of what turns text into ids, and not of where the tokenizer came from."""
+    """Return the sha256 over what turns text into ids, whatever folder the tokenizer came from."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:  # not of the tokenizers library: its vocabulary is what can be read
+    if backend is None:  # not of the tokenizers library: only its vocabulary can be read
         return sha256_json(sorted(tokenizer.get_vocab().items()))
     state = json.loads(backend.to_str())
-    return sha256_json(
-        {name: part for name, part in state.items() if name not in ("truncation", "padding")}
-    )  # those are set by calls
+    # Calls set truncation and padding; they are no part of the tokenizer.
+    kept = {name: part for name, part in state.items() if name not in ("truncation", "padding")}
+    return sha256_json(kept)
 
 
 def _template(tokenizer) -> str:
+    """Return the chat template. Raise EyasError if the tokenizer has none."""
     if not isinstance(tokenizer.chat_template, str):
         raise EyasError(
             "the target's tokenizer has no chat template",
@@ -162,6 +197,7 @@ def _template(tokenizer) -> str:
 
 
 def _render(id: str, messages: list[dict], tokenizer, add_generation_prompt: bool = False) -> str:
+    """Return the text of the messages. Raise EyasError if the template refuses them."""
     _template(tokenizer)
     plain = [{"role": m["role"], "content": m["content"]} for m in messages]
     try:
@@ -175,17 +211,26 @@ def _render(id: str, messages: list[dict], tokenizer, add_generation_prompt: boo
 
 
 def _by_markers(tokenizer) -> bool:
-    """Whether only `{% generation %}` markers say where an answer lies: a generation prompt says it as the server does, and some templates mark their headers too."""
+    """Return whether `{% generation %}` markers are the only way to find the answers.
+
+    A generation prompt finds them as the server does, so it has precedence: some templates mark
+    their headers too.
+    """
+    if re.search(r"\{%-?\s*generation\s*-?%\}", _template(tokenizer)) is None:
+        return False
     question = [{"role": "user", "content": "a"}]
-    return re.search(r"\{%-?\s*generation\s*-?%\}", _template(tokenizer)) is not None and _render(
-        "(probe)", question, tokenizer, add_generation_prompt=True
-    ) == _render("(probe)", question, tokenizer)
+    opened = _render("(probe)", question, tokenizer, add_generation_prompt=True)
+    return opened == _render("(probe)", question, tokenizer)
 
 
 def _answer_spans(
     id: str, messages: list[dict], tokenizer
 ) -> tuple[str, list[tuple[int, int, int] | None]]:
-    """The conversation's text and, for each assistant turn, where its words start, where they end, and where its end-of-turn token ends; None where it is not the model's."""
+    """Return the conversation's text, and a span for each assistant turn.
+
+    A span is (start of the words, their end, end of the end-of-turn token), as positions in the
+    text. It is None where the text is not what the model writes.
+    """
     if _by_markers(tokenizer):
         return _marked_spans(id, messages, tokenizer)
     turns = [
@@ -196,50 +241,52 @@ def _answer_spans(
     if turns[-1].fault:
         raise turns[-1].fault
     text = turns[-1].text
-    spans = [
-        None
-        if turn.fault or not text.startswith(turn.text[: len(turn.text) - len(turn.rest)])
-        else (
-            len(turn.prompt),
-            len(turn.prompt) + len(turn.words),
-            len(turn.prompt) + len(turn.words) + len(turn.end),
-        )
-        for turn in turns
-    ]
+    spans = [turn.span_in(text) for turn in turns]
     if spans[-1][0] == 0 and not text[spans[-1][2] :].strip():
-        raise EyasError(
-            f"sample {id}: the chat template gives a loss mask of ones everywhere",
-            "a template that marks the assistant's turns only",
-        )
+        raise _all_supervised(id)
     return text, spans
 
 
 @dataclass(frozen=True)
 class _Turn:
-    prompt: str  # what the server is given
-    words: str  # what the model writes then
+    """Hold the text of a conversation up to one answer, in four parts."""
+
+    prompt: str  # what the server receives
+    words: str  # what the model writes after it
     end: str  # the end-of-turn token
     rest: str  # what the template adds
     fault: EyasError | None = None  # why the words are not what the model writes
 
     @property
     def text(self) -> str:
+        """Return the four parts as one text."""
         return self.prompt + self.words + self.end + self.rest
+
+    def span_in(self, text: str) -> tuple[int, int, int] | None:
+        """Return the answer's span in the whole conversation's text.
+
+        Return None if the turn has a fault, or if the template rewrites it when more follows.
+        """
+        through_end = self.prompt + self.words + self.end
+        if self.fault or not text.startswith(through_end):
+            return None
+        start = len(self.prompt)
+        return start, start + len(self.words), len(through_end)
 
 
 def _turn(id: str, messages: list[dict], tokenizer) -> _Turn:
-    """The last of the messages, an answer, as the model writes it after its generation prompt.
+    """Return the last message, an answer, as the model writes it after its generation prompt.
 
-    A template may write it otherwise: it puts an empty <think></think> before an answer without thoughts and before one that was cut within them, or leaves the thoughts out. The words
-    are the message's own then, where they go on from the prompt with thoughts as the model does; anything else is a fault.
+    A template may write an answer otherwise: it puts an empty <think></think> before an answer
+    without thoughts and before one that was cut within its thoughts, or it leaves the thoughts out.
+    Then the words are the message's own, if they continue the prompt with thoughts as the model
+    does. Anything else is a fault.
     """
     if not any(m["role"] == "user" for m in messages[:-1]):
         raise EyasError(f"sample {id}: an answer comes before any question", "a user turn first")
-    prompt, text, answer = (
-        _render(id, messages[:-1], tokenizer, add_generation_prompt=True),
-        _render(id, messages, tokenizer),
-        messages[-1],
-    )
+    answer = messages[-1]
+    prompt = _render(id, messages[:-1], tokenizer, add_generation_prompt=True)
+    text = _render(id, messages, tokenizer)
     appended = text.startswith(prompt)
     ends = list(_control_tokens(tokenizer).finditer(text, len(prompt) if appended else 0))
     if not ends or not (appended or not text[ends[-1].end() :].strip()):
@@ -247,54 +294,58 @@ def _turn(id: str, messages: list[dict], tokenizer) -> _Turn:
             f"sample {id}: the chat template closes the assistant's turn without a control token",
             "an end-of-turn token, such as <|im_end|>",
         )
-    end, rest = ends[-1].group(), text[ends[-1].end() :]
+    end = ends[-1].group()
+    rest = text[ends[-1].end() :]
     written = text[len(prompt) : ends[-1].start()] if appended else None
-    opened, closed = prompt.rstrip().endswith("<think>"), prompt.rstrip().endswith("</think>")
-    own = (
-        answer["content"].removeprefix(prompt[prompt.rfind("<think>") :])
-        if opened
-        else answer["content"]
-    )  # some keep the opening that the prompt has already
-    thinks = own.lstrip().startswith("<think>")
-    if appended and written.strip() == own.strip() and not (thinks and (opened or closed)):
+    prompt_opens = prompt.rstrip().endswith("<think>")
+    prompt_closes = prompt.rstrip().endswith("</think>")
+    words = answer["content"]
+    if prompt_opens:  # some answers repeat the opening that the prompt already has
+        words = words.removeprefix(prompt[prompt.rfind("<think>") :])
+    thinks = words.lstrip().startswith("<think>")
+
+    opens_twice = thinks and (prompt_opens or prompt_closes)
+    if appended and written.strip() == words.strip() and not opens_twice:
         return _Turn(prompt, written, end, rest)
-    if (thinks and not opened and not closed) or (
-        opened and not thinks and ("</think>" in own or answer.get("finish") == "length")
-    ):
-        return _Turn(prompt, own, end, rest)
-    return _Turn(
-        prompt,
-        own,
-        end,
-        rest,
-        _otherwise(f"sample {id}: ", own, written, thinks and closed, len(messages), tokenizer),
+
+    starts_thinking = thinks and not prompt_opens and not prompt_closes
+    was_cut = answer.get("finish") == "length"
+    continues_thinking = prompt_opens and not thinks and ("</think>" in words or was_cut)
+    if starts_thinking or continues_thinking:
+        return _Turn(prompt, words, end, rest)
+
+    fault = _otherwise(
+        f"sample {id}: ", words, written, thinks and prompt_closes, len(messages), tokenizer
     )
+    return _Turn(prompt, words, end, rest, fault)
 
 
 def _otherwise(
-    sample: str, own: str, written: str | None, closed: bool, number: int, tokenizer
+    sample: str, words: str, written: str | None, closed: bool, number: int, tokenizer
 ) -> EyasError:
-    """The answer is not what the model writes under this template: what to set."""
+    """Return the error for an answer that the model would not write under this template.
+
+    closed: the template closes the thoughts before the answer. The error names what to set.
+    """
     switch = thinking_switch(tokenizer)
-    setting = (
-        f"-p chat_template_kwargs '{json.dumps({switch: closed})}'"
-        if switch
-        else "python -m eyas prompts generate"
-    )
+    setting = "python -m eyas prompts generate"
+    if switch:
+        setting = f"-p chat_template_kwargs '{json.dumps({switch: closed})}'"
     if closed:
         return EyasError(
-            f"{sample}message {number} has thoughts, and the chat template closes them before the answer",
+            f"{sample}message {number} has thoughts,"
+            " and the chat template closes them before the answer",
             "answers without thoughts, or a template that lets the model think",
             setting,
         )
-    found = f"{sample}message {number} begins {own[:40]!r}, and the chat template " + (
-        f"makes it {written[:60]!r}"
-        if written is not None
-        else "writes it otherwise than after its generation prompt"
-    )
+    template = "writes it otherwise than after its generation prompt"
+    if written is not None:
+        template = f"makes it {written[:60]!r}"
     return EyasError(
-        f"{found}, which is not what the model wrote",
-        "answers as the model writes them, with its thoughts where it thinks, or thinking switched off",
+        f"{sample}message {number} begins {words[:40]!r}, and the chat template {template},"
+        " which is not what the model wrote",
+        "answers as the model writes them, with its thoughts where it thinks,"
+        " or thinking switched off",
         setting,
     )
 
@@ -302,7 +353,10 @@ def _otherwise(
 def _marked_spans(
     id: str, messages: list[dict], tokenizer
 ) -> tuple[str, list[tuple[int, int, int] | None]]:
-    """As `_answer_spans`, from the template's markers. A turn whose marked words are not the message's is none of the model's."""
+    """Return text and spans as `_answer_spans` does, from the template's markers.
+
+    A turn has no span if its marked words are not those of the message.
+    """
     answers = [m for m in messages if m["role"] == "assistant"]
     text, marked = _render_markers(id, messages, tokenizer)
     if not marked:
@@ -311,10 +365,7 @@ def _marked_spans(
             "a template that marks the assistant's turns",
         )
     if marked[0][0] == 0 and len(text[marked[-1][1] :].strip()) == 0:
-        raise EyasError(
-            f"sample {id}: the chat template gives a loss mask of ones everywhere",
-            "a template that marks the assistant's turns only",
-        )
+        raise _all_supervised(id)
     if len(marked) != len(answers):
         raise EyasError(
             f"sample {id}: the chat template marks {len(marked)} turns as the assistant's",
@@ -323,28 +374,26 @@ def _marked_spans(
     spans = []
     for (start, stop), answer in zip(marked, answers):
         ends = list(_control_tokens(tokenizer).finditer(text, start, stop))
-        # markers may stand before the end-of-turn token; the model has to produce it all the same
+        # A template may end its mark before the end-of-turn token, which the model writes too.
         end = ends[-1] if ends else _control_tokens(tokenizer).match(text, stop)
         if end is None:
             raise EyasError(
-                f"sample {id}: the chat template closes the assistant's turn without a control token",
+                f"sample {id}: the chat template closes the assistant's turn"
+                " without a control token",
                 "an end-of-turn token, such as <|im_end|>",
             )
-        own = text[start : end.start()].strip() == answer["content"].strip()
-        if not own and answer is answers[-1]:
+        words = text[start : end.start()]
+        unchanged = words.strip() == answer["content"].strip()
+        if not unchanged and answer is answers[-1]:
             raise _otherwise(
-                f"sample {id}: ",
-                answer["content"],
-                text[start : end.start()],
-                False,
-                len(messages),
-                tokenizer,
+                f"sample {id}: ", answer["content"], words, False, len(messages), tokenizer
             )
-        spans.append((start, end.start(), end.end()) if own else None)
+        spans.append((start, end.start(), end.end()) if unchanged else None)
     return text, spans
 
 
 def _render_markers(id: str, messages: list[dict], tokenizer) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of the messages, and the spans that the template marks as the assistant's."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     plain = [{"role": m["role"], "content": m["content"]} for m in messages]
@@ -364,24 +413,27 @@ def _render_markers(id: str, messages: list[dict], tokenizer) -> tuple[str, list
 
 @functools.lru_cache(maxsize=8)
 def _control_tokens(tokenizer) -> re.Pattern:
-    texts = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special} | set(
-        tokenizer.all_special_tokens
-    )
-    return re.compile("|".join(re.escape(t) for t in sorted(texts, key=lambda t: (-len(t), t))))
+    """Return a pattern that matches any control token; the longest token wins."""
+    texts = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
+    texts |= set(tokenizer.all_special_tokens)
+    longest_first = sorted(texts, key=lambda t: (-len(t), t))
+    return re.compile("|".join(re.escape(t) for t in longest_first))
 
 
 def _refuse_control_tokens(id: str, messages: list[dict], tokenizer) -> None:
+    """Raise EyasError if a text contains a control token, which would open or close a turn."""
     for number, message in enumerate(messages, start=1):
-        found = _control_tokens(tokenizer).search(message["content"])
-        if found:  # it would open or close a turn that is none
+        token = _control_tokens(tokenizer).search(message["content"])
+        if token:
             raise EyasError(
-                f"sample {id}: message {number} contains the control token {found.group()!r}",
+                f"sample {id}: message {number} contains the control token {token.group()!r}",
                 "plain text",
                 "take it out of the prompt set",
             )
 
 
 def _check_round_trip(id: str, ids: list[int], text: str, tokenizer) -> None:
+    """Raise EyasError unless the ids decode to the text again."""
     back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if unicodedata.normalize("NFC", back) != unicodedata.normalize("NFC", text):
         raise EyasError(
@@ -391,6 +443,9 @@ def _check_round_trip(id: str, ids: list[int], text: str, tokenizer) -> None:
 
 
 def repeated_bigrams(ids: list[int]) -> tuple[int, int]:
-    """(pairs of neighbouring tokens that stood in the sequence before, all pairs): a loop shows as a share near one."""
+    """Return how many pairs of neighbouring tokens occurred before, and how many pairs there are.
+
+    In a text that loops, nearly all pairs occurred before.
+    """
     pairs = list(zip(ids, ids[1:]))
     return len(pairs) - len(set(pairs)), len(pairs)

@@ -37,7 +37,8 @@ _SCRIPT = (_FOLDER / "index.js").read_text(encoding="utf-8")
 def index_page(runs: list[dict]) -> str:
     """Return the index of all runs, from their run.json."""
     runs = sorted(runs, key=lambda run: run.get("started") or "", reverse=True)
-    body = _template("index.html.jinja").render(
+    body = _render(
+        "index.html.jinja",
         runs=runs,
         opening_runs=_opening_runs(runs),
         columns=_filled_columns(runs),
@@ -50,11 +51,12 @@ def index_page(runs: list[dict]) -> str:
 
 def summary_page(run: dict) -> str:
     """Return summary.html: one run in one file without links to others."""
-    body = _template("summary.html.jinja").render(run=run, plot=_interval_plot(run))
+    body = _render("summary.html.jinja", run=run, plot=_interval_plot(run))
     return page(f"Eyas: {run['run_name']}", body)
 
 
-def _template(name: str) -> jinja2.Template:
+def _render(template: str, **values) -> str:
+    """Return a template filled with values, which it escapes."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
         autoescape=True,
@@ -75,7 +77,9 @@ def _template(name: str) -> jinja2.Template:
         float32_text=_float32_text,
         with_code=_with_code,
     )
-    return environment.get_template(name)
+    html = environment.get_template(template).render(**values)
+    # All pages write quotes as html.escape does; a browser shows both forms alike.
+    return html.replace("&#39;", "&#x27;").replace("&#34;", "&quot;")
 
 
 # ---- what the templates ask about a run

@@ -226,6 +226,7 @@ def headline(config: Config) -> dict | None:
     None when this run has not measured acceptance.
     """
     from eyas.evaluation.served_throughput import read_throughput
+    from eyas.evaluation.warnings import warnings_of
 
     path, walk_path, served_path = (
         config.acceptance_dir / f"{name}.json" for name in ("acceptance", "walk", "served")
@@ -275,7 +276,7 @@ def headline(config: Config) -> dict | None:
             found["speed_ratio_bfloat16"].get("prompts", again["prompts"]),
         ),
         "repeated_bigrams": found["repeated_bigrams"]["value"],
-        "repeats_warning": (found.get("repeats") or {}).get("warning"),
+        "repeats_warning": "; ".join(warnings_of(found)) or None,
         "outside_vocab": found["outside_vocab"]["value"],
         "identical_float32": identical["differing"] == 0
         if identical["prompts"]

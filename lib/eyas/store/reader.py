@@ -1,17 +1,25 @@
-"""The store: hidden states of a data set on disk, whole or absent, opened in a moment.
+"""Read a store: the hidden states of a data set on disk. It opens within a second.
 
-    manifest.json         what these states are, written before any of them; a run with another manifest is refused
-    head.safetensors      the target's final norm and head, so that logits can be recomputed without it
-    shards/*.safetensors  boundary-major and unpadded: `boundary_<b>` [S, H], `input_ids` int64 [S], `loss_mask` uint8 [S]
-                          (fp8 stores: `boundary_<b>` in e4m3 and `scale_<b>` float32 [S], a scale per token and boundary)
-    index.parquet         a row a sample: COLUMNS below; extracted, failed (with the reason) or pending (still to come)
+    manifest.json         what these states are; written before any of them. A run with another
+                          manifest is refused.
+    head.safetensors      the target's final norm and head, to recompute logits without the target
+    shards/*.safetensors  unpadded tensors: `boundary_<b>` [S, H], `input_ids` int64 [S] and
+                          `loss_mask` uint8 [S]. fp8 stores: `boundary_<b>` in e4m3, and
+                          `scale_<b>` float32 [S], one scale a token and boundary.
+    index.parquet         one row a sample (COLUMNS below): extracted, failed (with the reason) or
+                          pending (not extracted yet)
     data_config.json      the summary: samples, tokens, bytes, errors, rates
 
-Every sample gets its place, shard and offset, before any data is there (`plan`), from the order and the lengths alone. So a
-store that was killed, ran out of disk, lost samples and was mended ends with the very bytes of one that was left in peace. A place
-whose sample is not there holds zeros. A shard is renamed to its final name before the index counts its samples, and the index is
-replaced as a whole: a kill at any moment leaves an index that names only what is there. Each shard's metadata repeats its rows of
-the index, with a hash of them, and the index repeats the manifest, so that either can be made again (`eyas.capture.verify`).
+Why a store survives a kill at any moment, and why its bytes do not depend on interruptions:
+
+- `StoreWriter.plan` gives every sample its place, a shard and an offset, before any data exist.
+  The place depends only on the order and the lengths of the samples. A place whose sample is
+  missing holds zeros. So a store that was killed, ran out of disk space, or lost samples and was
+  repaired is byte-identical to an uninterrupted one.
+- A shard gets its final name before the index counts its samples, and the index is replaced as a
+  whole. So the index only names samples that exist.
+- Each shard's metadata repeats its rows of the index, with a hash. The index repeats the manifest.
+  So either can be rebuilt (`eyas.capture.verify`).
 """
 
 import fcntl
@@ -49,17 +57,21 @@ COLUMNS = {
     "content_hash": "string",
     "truncated": "bool",
 }
-FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
-OPEN_SHARDS = 4  # of a reader
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0  # the largest value of e4m3
+OPEN_SHARDS = 4  # shards that one reader keeps mapped
 
 
 class StoreDamaged(EyasError):
-    """The manifest or the index itself is missing, torn or altered."""
+    """Report that the manifest or the index itself is missing, torn or altered."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One sample before it is extracted. `length_tok` 0: it will have no rows (refused before it was asked for). `topic` '': unknown."""
+    """Describe one sample before it is extracted.
+
+    length_tok: 0 if the sample was refused and will have no rows. topic: empty if unknown.
+    """
 
     id: str
     split: str
@@ -70,7 +82,7 @@ class Planned:
 
 @dataclass
 class Rows:
-    """One sample as it goes into a store. states: boundary -> [T, H]."""
+    """Hold one sample that is to be written. states: {boundary: [T, H]}."""
 
     id: str
     split: str
@@ -83,19 +95,25 @@ class Rows:
 
 
 def to_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows [T, H] -> (e4m3 [T, H], scale float32 [T]): each token's largest value becomes the largest of e4m3."""
+    """Quantise rows [T, H]; return (e4m3 [T, H], scale float32 [T]).
+
+    Each token's largest absolute value becomes the largest value of e4m3.
+    """
     rows = rows.float()
     scale = (rows.abs().amax(dim=1) / FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)  # [T]
     return (rows / scale[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
 
 
 def from_fp8(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The other way, in bfloat16 [T, H]."""
+    """Dequantise e4m3 rows [T, H] with their scales [T]; return bfloat16 [T, H]."""
     return (rows.float() * scale[:, None]).to(torch.bfloat16)
 
 
 def content_hash(tensors: dict[str, torch.Tensor]) -> str:
-    """xxh3-128 over a sample's tensors as they are stored, with name, dtype and shape: finds any altered byte (not an attacker)."""
+    """Return the xxh3-128 hash over a sample's stored tensors, with name, dtype and shape.
+
+    It detects any altered byte, but gives no protection from an attacker.
+    """
     digest = xxhash.xxh3_128()
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
@@ -104,30 +122,41 @@ def content_hash(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def tensor_names(boundaries: tuple[int, ...], dtype: str) -> list[str]:
-    """The tensors of a shard."""
+    """Return the names of the tensors of a shard."""
     names = ["input_ids", "loss_mask"] + [tensor_name(b) for b in boundaries]
-    return names + [f"scale_{b}" for b in boundaries] if dtype == "float8_e4m3fn" else names
+    if dtype == "float8_e4m3fn":
+        names += [f"scale_{b}" for b in boundaries]
+    return names
 
 
 def token_bytes(n_boundaries: int, hidden_size: int, dtype: str) -> int:
-    """Bytes of one token in a store: states, id and mask."""
-    fp8 = dtype == "float8_e4m3fn"
-    return n_boundaries * (hidden_size * getattr(torch, dtype).itemsize + 4 * fp8) + 8 + 1
+    """Return the bytes of one token in a store: its states, id and mask."""
+    boundary_bytes = hidden_size * getattr(torch, dtype).itemsize
+    if dtype == "float8_e4m3fn":
+        boundary_bytes += 4  # the scale
+    return n_boundaries * boundary_bytes + 8 + 1
 
 
 class Store:
-    """Open for reading. `index` is a DataFrame with the columns of COLUMNS, in the order of extraction."""
+    """Read a store. `index` is a DataFrame with the columns COLUMNS, in the order of extraction."""
 
     def __init__(self, folder: Path, manifest: dict, index: pd.DataFrame):
-        self.folder, self.manifest, self.index = Path(folder), manifest, index
+        self.folder = Path(folder)
+        self.manifest = manifest
+        self.index = index
         self.boundaries = tuple(manifest["boundaries"])
         self._row = {id: n for n, id in enumerate(index["id"])}
         self._shards: dict[str, safe_open] = {}
-        self._mend = f"python -m eyas verify --repair -p run_name {self.folder.parent.name}"  # a mix of stores has several runs
+        # It names the run, because a mixture reads the stores of several runs.
+        self._repair = f"python -m eyas verify --repair -p run_name {self.folder.parent.name}"
 
     @classmethod
     def open(cls, folder: Path) -> "Store":
-        """EyasError when there is no store, StoreDamaged when its manifest or index is missing, torn or altered."""
+        """Open the store in a folder.
+
+        Raise EyasError if there is no store, and StoreDamaged if its manifest or its index is
+        missing, torn or altered.
+        """
         folder = Path(folder)
         if not is_begun(folder):
             raise EyasError(
@@ -145,7 +174,8 @@ class Store:
         index, written = read_index(folder)
         if written not in (None, manifest):
             raise StoreDamaged(
-                f"manifest.json of run {folder.parent.name!r} is not the one that index.parquet was written with",
+                f"manifest.json of run {folder.parent.name!r} is not the one"
+                " that index.parquet was written with",
                 "both of one store",
                 f"put the right one back, or python -m eyas data rm {folder.parent.name}",
             )
@@ -153,22 +183,26 @@ class Store:
 
     @property
     def token_bytes(self) -> int:
+        """Return the bytes of one token in this store."""
         return token_bytes(
             len(self.boundaries), self.manifest["hidden_size"], self.manifest["dtype"]
         )
 
     @property
     def identity(self) -> str:
-        """One hash for what the store is and holds: its manifest and its extracted samples, whatever their order."""
+        """Return one hash over the manifest and the extracted samples, in any order."""
         done = self.index[self.index["state"] == "extracted"]
         return sha256_json([self.manifest, sorted(zip(done["id"], done["content_hash"]))])
 
     def samples(self, split: str | None = None) -> list[str]:
-        """Ids of the extracted samples, in index order."""
+        """Return the ids of the extracted samples, in the order of the index."""
         rows = self.index[self.index["state"] == "extracted"]
-        return list(rows["id"] if split is None else rows.loc[rows["split"] == split, "id"])
+        if split is not None:
+            rows = rows[rows["split"] == split]
+        return list(rows["id"])
 
     def row(self, id: str) -> pd.Series:
+        """Return a sample's row of the index."""
         return self.index.iloc[self._place(id)]
 
     def category(self, id: str) -> str:
@@ -180,7 +214,11 @@ class Store:
         return self._row[id]
 
     def read(self, id: str, boundaries: tuple[int, ...] | None = None) -> dict:
-        """{"input_ids": int64 [T], "loss_mask": bool [T], "states": {b: [T, H]}}; only these bytes are read (memory map). fp8 comes as bfloat16."""
+        """Return {"input_ids": int64 [T], "loss_mask": bool [T], "states": {b: [T, H]}}.
+
+        Only the bytes of this sample and these boundaries are read (memory map). States of an fp8
+        store are returned in bfloat16.
+        """
         row = self._extracted(self.row(id))
         missing = set(boundaries or ()) - set(self.boundaries)
         if missing:
@@ -198,40 +236,38 @@ class Store:
         return {"input_ids": stored["input_ids"], "loss_mask": mask, "states": states}
 
     def texts(self, ids: list[str]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """(id, input_ids int64 [T], loss_mask bool [T]) of each of these samples, shard by shard: of each just ids and masks are read, once. Errors as in `read`."""
+        """Yield (id, input_ids int64 [T], loss_mask bool [T]) of each sample, shard by shard.
+
+        Only ids and masks are read, each shard's once. Errors are those of `read`.
+        """
         by_shard: dict[str, list[dict]] = {}
         for row in self.index.iloc[[self._place(id) for id in ids]].to_dict("records"):
             by_shard.setdefault(self._extracted(row)["shard"], []).append(row)
-        for members in by_shard.values():
-            start, end = (
-                min(row["offset"] for row in members),
-                max(row["offset"] + row["length"] for row in members),
-            )
-            stored = self._readable(
-                {"shard": members[0]["shard"], "offset": start, "length": end - start},
-                members[0],
-                (),
-            )
-            for row in members:
-                place = slice(row["offset"] - start, row["offset"] - start + row["length"])
-                yield (
-                    row["id"],
-                    stored["input_ids"][place],
-                    self._checked_mask(stored["loss_mask"][place], row),
-                )
+        for shard, rows in by_shard.items():
+            first = min(row["offset"] for row in rows)
+            end = max(row["offset"] + row["length"] for row in rows)
+            span = {"shard": shard, "offset": first, "length": end - first}
+            stored = self._readable(span, rows[0], ())
+            for row in rows:
+                start = row["offset"] - first
+                place = slice(start, start + row["length"])
+                mask = self._checked_mask(stored["loss_mask"][place], row)
+                yield row["id"], stored["input_ids"][place], mask
 
     def _readable(self, span, row, boundaries: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        """`stored` of a span of rows, for a sample that lies in it."""
+        """Return the stored tensors of a span that contains a sample's row; see `stored`."""
         try:
             return self.stored(span, boundaries)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise EyasError(
-                f"{row['shard']}, which holds sample {row['id']!r}, cannot be read: {type(error).__name__}",
+                f"{row['shard']}, which holds sample {row['id']!r}, cannot be read:"
+                f" {type(error).__name__}",
                 "a whole shard",
-                self._mend,
+                self._repair,
             ) from None
 
     def _extracted(self, row):
+        """Return the row. Raise EyasError if its sample is not extracted."""
         if row["state"] != "extracted":
             raise EyasError(
                 f"sample {row['id']!r} was not extracted ({row['state']}: {row['reason']})",
@@ -241,34 +277,39 @@ class Store:
         return row
 
     def _checked_mask(self, mask: torch.Tensor, row) -> torch.Tensor:
-        """uint8 [T] as stored -> bool [T]."""
+        """Return a stored mask, uint8 [T], as bool [T]. Raise EyasError if it is damaged."""
         if len(mask) != row["length"] or mask.max() > 1:
             raise EyasError(
                 f"{row['shard']}, which holds sample {row['id']!r}, is torn or altered",
                 "as it was written",
-                self._mend,
+                self._repair,
             )
         return mask.bool()
 
     def stored(self, row, boundaries: tuple[int, ...] | None = None) -> dict[str, torch.Tensor]:
-        """The tensors of an index row as they lie in its shard."""
+        """Return the stored tensors of an index row, without conversion."""
         shard = self._shards.get(row["shard"])
         if shard is None:
-            if len(opened := list(self._shards)) >= OPEN_SHARDS:  # a copy: several threads read
-                self._shards.pop(
-                    opened[0], None
-                )  # what was read of it counts as this process's memory for as long as it is mapped
-            shard = self._shards[row["shard"]] = safe_open(
-                self.folder / "shards" / row["shard"], framework="pt"
-            )
+            shard = self._open_shard(row["shard"])
         span = slice(int(row["offset"]), int(row["offset"] + row["length"]))
-        names = tensor_names(
-            self.boundaries if boundaries is None else boundaries, self.manifest["dtype"]
-        )
+        boundaries = self.boundaries if boundaries is None else boundaries
+        names = tensor_names(boundaries, self.manifest["dtype"])
         return {name: shard.get_slice(name)[span] for name in names}
 
+    def _open_shard(self, name: str) -> safe_open:
+        """Map a shard, and close the oldest one if too many are mapped.
+
+        What was read of a mapped file counts as memory of this process.
+        """
+        opened = list(self._shards)  # a copy, since several threads read
+        if len(opened) >= OPEN_SHARDS:
+            self._shards.pop(opened[0], None)
+        shard = safe_open(self.folder / "shards" / name, framework="pt")
+        self._shards[name] = shard
+        return shard
+
     def head(self) -> Head:
-        """EyasError when it is missing, torn or altered."""
+        """Return the copied norm and head. Raise EyasError if they are missing, torn or altered."""
         weights = read_head(self.folder)
         if weights is None:
             raise EyasError(
@@ -285,29 +326,28 @@ class Store:
 
     @property
     def head_hash(self) -> str:
-        """The content hash of head.safetensors as its bytes are; empty when it is missing, torn or altered."""
+        """Return the content hash of head.safetensors; empty if it is missing, torn or altered."""
         weights = read_head(self.folder)
         return content_hash(weights) if weights is not None else ""
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that the shards take on the disk."""
+        """Return the bytes of the shards on disk."""
         return sum(path.stat().st_size for path in (self.folder / "shards").glob("*.safetensors"))
 
 
 class NormedHead(Head):
-    """For last states that stand after the final norm already, as some imports have them."""
+    """Replace `Head` where the last states are already normed, as in some imported stores."""
 
     def normed(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., H] after the final norm -> the same in float32."""
+        """Return states [..., H], which are already normed, in float32."""
         return states.float()
 
 
 def is_begun(folder: Path) -> bool:
-    """Is there anything of a store, be it without its manifest?"""
-    return any(
-        (Path(folder) / name).is_file() for name in ("manifest.json", "index.parquet")
-    ) or _has_shards(folder)
+    """Return whether a folder has any part of a store, with or without a manifest."""
+    names = ("manifest.json", "index.parquet")
+    return any((Path(folder) / name).is_file() for name in names) or _has_shards(folder)
 
 
 def _has_shards(folder: Path) -> bool:
@@ -315,7 +355,11 @@ def _has_shards(folder: Path) -> bool:
 
 
 def lock_store(folder: Path) -> IO:
-    """The open lock file of a store, whose folder is made; closing it, or dying, gives it back. EyasError: held by another, or not writable."""
+    """Make the folder of a store, lock it for writing and return the open lock file.
+
+    Closing the file, or the end of the process, releases the lock. Raise EyasError if another
+    process holds it, or if the folder is not writable.
+    """
     folder = Path(folder)
     try:
         (folder / "shards").mkdir(parents=True, exist_ok=True)
@@ -330,7 +374,11 @@ def lock_store(folder: Path) -> IO:
 
 
 def lock_for_reading(folder: Path) -> IO | None:
-    """Keeps writers out while it is open; None where nobody ever wrote, or this process could not. EyasError: somebody is writing."""
+    """Lock a store against writers and return the open lock file; closing it releases the lock.
+
+    Return None if the store has no lock file or this process may not open it. Raise EyasError if
+    another process is writing.
+    """
     try:
         file = open(Path(folder) / ".lock")
     except OSError:
@@ -339,6 +387,7 @@ def lock_for_reading(folder: Path) -> IO | None:
 
 
 def _flock(file: IO, kind: int, run_name: str) -> IO:
+    """Lock an open file at once and return it. Raise EyasError if that fails."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -358,14 +407,14 @@ def _flock(file: IO, kind: int, run_name: str) -> IO:
 
 
 def read_manifest(folder: Path) -> dict:
-    """StoreDamaged when it is not what was written."""
+    """Return the manifest. Raise StoreDamaged if it is not what was written."""
     try:
         manifest = read_json(Path(folder) / "manifest.json")
     except (ValueError, OSError):
         manifest = None
     if not is_sealed(manifest):
         if isinstance(manifest, dict) and manifest.get("format") == "eyas-store-1":
-            return manifest  # which had no seal; Store.open refuses it by its name
+            return manifest  # that format had no seal; Store.open refuses it by its name
         raise StoreDamaged(
             f"manifest.json of run {Path(folder).parent.name!r} is missing, torn or altered",
             "as it was written",
@@ -375,37 +424,39 @@ def read_manifest(folder: Path) -> dict:
 
 
 def index_columns(manifest: dict) -> dict[str, str]:
-    """COLUMNS, and for fp8 the error of each boundary: median over the sample's tokens of |dequantised - exact| / |exact|."""
-    return COLUMNS | (
-        {f"fp8_error_{b}": "float64" for b in manifest["boundaries"]}
-        if manifest["dtype"] == "float8_e4m3fn"
-        else {}
-    )
+    """Return COLUMNS, and for fp8 one more column a boundary.
+
+    That column is the sample's median over tokens of |dequantised - exact| / |exact|.
+    """
+    if manifest["dtype"] != "float8_e4m3fn":
+        return COLUMNS
+    return COLUMNS | {f"fp8_error_{b}": "float64" for b in manifest["boundaries"]}
 
 
 def write_index(folder: Path, rows: list[dict], manifest: dict) -> None:
-    """index.parquet, with a hash of its rows and a copy of the manifest in its metadata."""
+    """Write index.parquet, with a hash of its rows and a copy of the manifest in its metadata."""
     columns = index_columns(manifest)
     frame = pd.DataFrame(rows, columns=list(columns)).astype(columns)
     table = pa.Table.from_pandas(frame, preserve_index=False)
-    table = table.replace_schema_metadata(
-        {
-            **(table.schema.metadata or {}),
-            b"eyas": json.dumps({"rows": _rows_hash(frame), "manifest": manifest}).encode(),
-        }
-    )
+    written = json.dumps({"rows": _rows_hash(frame), "manifest": manifest}).encode()
+    table = table.replace_schema_metadata({**(table.schema.metadata or {}), b"eyas": written})
     write_atomic(Path(folder) / "index.parquet", lambda p: pq.write_table(table, p))
 
 
 def read_index(folder: Path) -> tuple[pd.DataFrame, dict | None]:
-    """(rows, copy of the manifest); no rows where there is no index yet, and so no shard. StoreDamaged when it is not what was written."""
+    """Return the rows of the index and its copy of the manifest.
+
+    A store with neither index nor shards has no rows, and None in place of the copy. Raise
+    StoreDamaged if the index is not what was written.
+    """
     path = Path(folder) / "index.parquet"
     if not path.is_file() and not _has_shards(folder):
         return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in COLUMNS.items()}), None
     try:
-        with open(path, "rb") as file:  # once: see files.read_parquet
+        with open(path, "rb") as file:  # opened once: see files.read_parquet
             table = pq.read_table(file)
-        frame, written = table.to_pandas(), json.loads(table.schema.metadata[b"eyas"])
+        frame = table.to_pandas()
+        written = json.loads(table.schema.metadata[b"eyas"])
         whole = written["rows"] == _rows_hash(frame)
     except (
         pa.ArrowException,
@@ -428,31 +479,29 @@ def read_index(folder: Path) -> tuple[pd.DataFrame, dict | None]:
 
 
 def read_head(folder: Path) -> dict[str, torch.Tensor] | None:
-    """The weights of head.safetensors, or None when they are not what was written."""
+    """Return the weights of head.safetensors, or None if they are not what was written."""
     try:
         with safe_open(Path(folder) / "head.safetensors", framework="pt") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}
-            return (
-                weights
-                if (file.metadata() or {}).get("content_hash") == content_hash(weights)
-                else None
-            )
+            written_hash = (file.metadata() or {}).get("content_hash")
     except (SafetensorError, OSError, ValueError):
         return None
+    return weights if written_hash == content_hash(weights) else None
 
 
 def rows_of_shard(path: Path) -> list[dict]:
-    """What a shard says of its samples, from its header alone: its data may be torn. ValueError when the header is not what was written."""
+    """Return the index rows in a shard's header; its data may be torn.
+
+    Raise ValueError if the header is not what was written.
+    """
     try:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            metadata = json.loads(file.read(size) if size <= path.stat().st_size else b"")[
-                "__metadata__"
-            ]
-        rows, whole = (
-            json.loads(metadata["rows"]),
-            xxhash.xxh3_128_hexdigest(metadata["rows"].encode()) == metadata["rows_hash"],
-        )
+            header = file.read(size) if size <= path.stat().st_size else b""
+        metadata = json.loads(header)["__metadata__"]
+        rows = json.loads(metadata["rows"])
+        rows_hash = xxhash.xxh3_128_hexdigest(metadata["rows"].encode())
+        whole = rows_hash == metadata["rows_hash"]
     except (OSError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no header of a shard: {type(error).__name__}") from None
     if not whole:
@@ -461,6 +510,7 @@ def rows_of_shard(path: Path) -> list[dict]:
 
 
 def free_bytes(folder: Path) -> int:
+    """Return the free bytes on the disk of a folder, which need not exist yet."""
     folder = Path(folder)
     while not folder.exists():
         folder = folder.parent
@@ -468,11 +518,11 @@ def free_bytes(folder: Path) -> int:
 
 
 def _rows_hash(frame: pd.DataFrame) -> str:
-    return xxhash.xxh3_128_hexdigest(
-        json.dumps({name: frame[name].tolist() for name in frame}, separators=(",", ":")).encode()
-    )
+    columns = {name: frame[name].tolist() for name in frame}
+    return xxhash.xxh3_128_hexdigest(json.dumps(columns, separators=(",", ":")).encode())
 
 
 def index_row(columns: dict[str, str], **values) -> dict:
+    """Return an index row with these values, and with empty values in the other columns."""
     empty = {"string": "", "int64": 0, "float64": float("nan"), "bool": False}
     return {name: empty[kind] for name, kind in columns.items()} | values

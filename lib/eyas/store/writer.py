@@ -1,4 +1,7 @@
-"""Write a store: every sample gets its place first, and a kill at any moment leaves a whole store. The layout: `eyas.store.reader`."""
+"""Write a store. `eyas.store.reader` describes its layout.
+
+Every sample gets its place before any data exist. A kill at any moment leaves a whole store.
+"""
 
 import itertools
 import json
@@ -33,18 +36,19 @@ from eyas.store.reader import (
     write_index,
 )
 
-WRITING = 2  # shards at a time
+WRITING = 2  # shards that are written at a time
 
 
 class StoreWriter:
-    """Adds samples to a store. One writer at a time (a lock file, gone with its process).
+    """Add samples to a store. A lock file allows one writer at a time; its process holds it.
 
-    Shards are written in threads of their own, two at a time: one waits for the disk, one is copied, and a third is filled meanwhile. An error there
-    comes out of a later call (OSError when the disk is full).
+    Shards are written in two threads: while one waits for the disk, another is copied and a third
+    is filled. An error in a thread is raised by a later call (OSError if the disk is full).
     """
 
     def __init__(self, folder: Path, manifest: dict, head: Head, shard_bytes: int):
-        self.folder, self.shard_bytes = Path(folder), shard_bytes
+        self.folder = Path(folder)
+        self.shard_bytes = shard_bytes
         self._lock_file = lock_store(self.folder)
         try:
             self._open(manifest, head)
@@ -53,71 +57,83 @@ class StoreWriter:
             raise
 
     def _open(self, manifest: dict, head: Head) -> None:
-        for folder in (
-            self.folder,
-            self.folder / "shards",
-        ):  # hidden files are of a writer that was killed
-            for leftover in folder.glob(".*"):
-                if leftover.name != ".lock" and not leftover.is_dir():
-                    leftover.unlink()
+        self._remove_leftovers()
         manifest = seal({"format": FORMAT, **manifest})
-        if is_begun(self.folder):
-            differs = _differences(read_manifest(self.folder), manifest)
-            if differs:
-                raise EyasError(
-                    f"the store of run {self.folder.parent.name!r} was made with another {', '.join(differs)}",
-                    "the same",
-                    f"another run, e.g. -p run_name NAME, or python -m eyas data rm {self.folder.parent.name}",
-                )
-        else:
-            write_json(self.folder / "manifest.json", manifest)
+        self._write_or_check(manifest)
         if read_head(self.folder) is None:
             weights = {"norm_weight": _compact(head.norm_weight), "lm_head": _compact(head.lm_head)}
-            write_safetensors(
-                self.folder / "head.safetensors", weights, {"content_hash": content_hash(weights)}
-            )
+            metadata = {"content_hash": content_hash(weights)}
+            write_safetensors(self.folder / "head.safetensors", weights, metadata)
         self.store = Store.open(self.folder)
-        self._dtype, self._fp8 = (
-            getattr(torch, manifest["dtype"]),
-            manifest["dtype"] == "float8_e4m3fn",
-        )
+        self._dtype = getattr(torch, manifest["dtype"])
+        self._fp8 = manifest["dtype"] == "float8_e4m3fn"
         self._columns = index_columns(manifest)
         self._index = {row["id"]: row for row in self.store.index.to_dict("records")}
-        self._lock = threading.Lock()  # of _index, which the writing thread changes
-        self._members: dict[str, list[str]] = {}  # shard -> its samples, by offset
-        for row in self._index.values():
-            if row["shard"]:
-                self._members.setdefault(row["shard"], []).append(row["id"])
-        for ids in self._members.values():
-            ids.sort(key=lambda id: self._index[id]["offset"])
-        self._awaited: dict[
-            str, set[str]
-        ] = {}  # shard -> samples that this run will still add or fail
+        self._lock = threading.Lock()  # guards _index, which the writing threads change
+        self._members = self._members_by_shard()  # shard -> its samples, by offset
+        # shard -> samples that this run will still add or fail
+        self._awaited: dict[str, set[str]] = {}
         self._held: dict[str, dict[str, dict]] = {}  # shard -> id -> what is to be written
-        self._index_lock = (
-            threading.Lock()
-        )  # of index.parquet: an older picture never replaces a newer one
+        # guards index.parquet: an older version never replaces a newer one
+        self._index_lock = threading.Lock()
         self._threads = ThreadPoolExecutor(WRITING, "eyas-store")
         self._writing: deque[Future] = deque()
 
+    def _remove_leftovers(self) -> None:
+        """Remove the hidden files of a writer that was killed."""
+        for folder in (self.folder, self.folder / "shards"):
+            for leftover in folder.glob(".*"):
+                if leftover.name != ".lock" and not leftover.is_dir():
+                    leftover.unlink()
+
+    def _write_or_check(self, manifest: dict) -> None:
+        """Write the manifest of a new store. Raise EyasError if an old store has another one."""
+        if not is_begun(self.folder):
+            write_json(self.folder / "manifest.json", manifest)
+            return
+        differs = _differences(read_manifest(self.folder), manifest)
+        if differs:
+            run_name = self.folder.parent.name
+            raise EyasError(
+                f"the store of run {run_name!r} was made with another {', '.join(differs)}",
+                "the same",
+                f"another run, e.g. -p run_name NAME, or python -m eyas data rm {run_name}",
+            )
+
+    def _members_by_shard(self) -> dict[str, list[str]]:
+        """Return {shard: its sample ids in the order of their offsets}."""
+        members: dict[str, list[str]] = {}
+        for row in self._index.values():
+            if row["shard"]:
+                members.setdefault(row["shard"], []).append(row["id"])
+        for ids in members.values():
+            ids.sort(key=lambda id: self._index[id]["offset"])
+        return members
+
     @property
     def extracted(self) -> set[str]:
+        """Return the ids of the extracted samples."""
         with self._lock:
             return {id for id, row in self._index.items() if row["state"] == "extracted"}
 
     def plan(self, samples: list[Planned], retry_failed: bool = False) -> list[str]:
-        """Give each new sample its place and say so in the index. Ids that this run has to `add` or `fail`, in order."""
+        """Give each new sample its place and write the index.
+
+        Return the ids, in order, that this run has to `add` or to `fail`. Raise EyasError if a
+        sample has another length than the store planned.
+        """
         per_token = self.store.token_bytes
         taken = {int(name.split(".")[0]) for name in self._members}
-        numbers = (
-            n for n in itertools.count() if n not in taken
-        )  # a lost shard's number is taken again
-        shard, filled = None, 0
+        # The number of a lost shard is used again.
+        free_numbers = (n for n in itertools.count() if n not in taken)
+        shard = None
+        filled_tok = 0
         for sample in samples:
             row = self._index.get(sample.id)
             if row is not None and row["length"] not in (0, sample.length_tok):
                 raise EyasError(
-                    f"sample {sample.id!r} has {sample.length_tok} tokens, the store planned {row['length']}",
+                    f"sample {sample.id!r} has {sample.length_tok} tokens,"
+                    f" the store planned {row['length']}",
                     "the same prompt set and template",
                     "another run: -p run_name NAME",
                 )
@@ -125,19 +141,22 @@ class StoreWriter:
                 continue
             place = {"shard": "", "offset": 0, "length": 0}
             if sample.length_tok:
-                if shard is None or filled * per_token >= self.shard_bytes:
-                    shard, filled = f"{next(numbers):06d}.safetensors", 0
+                if shard is None or filled_tok * per_token >= self.shard_bytes:
+                    shard = f"{next(free_numbers):06d}.safetensors"
+                    filled_tok = 0
                     self._members[shard] = []
-                place = {"shard": shard, "offset": filled, "length": sample.length_tok}
+                place = {"shard": shard, "offset": filled_tok, "length": sample.length_tok}
                 self._members[shard].append(sample.id)
-                filled += sample.length_tok
-            said = {
+                filled_tok += sample.length_tok
+            description = {
                 "id": sample.id,
                 "split": sample.split,
                 "category": sample.category,
                 "topic": sample.topic,
             }
-            self._index[sample.id] = index_row(self._columns, state="pending", **said, **place)
+            self._index[sample.id] = index_row(
+                self._columns, state="pending", **description, **place
+            )
         wanted = ("pending", "failed") if retry_failed else ("pending",)
         todo = [s.id for s in samples if self._index[s.id]["state"] in wanted]
         for id in todo:
@@ -146,17 +165,20 @@ class StoreWriter:
         return todo
 
     def add(self, rows: Rows) -> None:
-        """A planned sample. Its shard is written when all of its samples that this run tries have come."""
+        """Add a planned sample.
+
+        Its shard is written once all of its samples that this run tries are added or failed.
+        """
         row = self._index[rows.id]
         if not len(rows.input_ids) == row["length"] > 0:
             raise ValueError(
                 f"{rows.id} has {len(rows.input_ids)} tokens, planned were {row['length']}"
             )
         stored = {
-            "input_ids": rows.input_ids.to(torch.int64),
-            "loss_mask": rows.loss_mask.to(torch.uint8),
-        }  # [T] each
-        found = {
+            "input_ids": rows.input_ids.to(torch.int64),  # [T]
+            "loss_mask": rows.loss_mask.to(torch.uint8),  # [T]
+        }
+        columns = {
             "state": "extracted",
             "reason": "",
             "loss_tok": int(rows.loss_mask.sum()),
@@ -164,33 +186,37 @@ class StoreWriter:
         }
         for b in self.store.boundaries:
             states = rows.states[b]  # [T, H]
-            if tuple(states.shape) != (row["length"], self.store.manifest["hidden_size"]) or not (
-                self._fp8 or states.dtype == self._dtype
-            ):
-                raise ValueError(
-                    f"boundary {b} of {rows.id} is {tuple(states.shape)} {states.dtype}"
-                )
-            if self._fp8:
-                stored[tensor_name(b)], stored[f"scale_{b}"] = to_fp8(states)
-                error = (
-                    from_fp8(stored[tensor_name(b)], stored[f"scale_{b}"]).float() - states.float()
-                )
-                found[f"fp8_error_{b}"] = float(
-                    (error.norm(dim=1) / states.float().norm(dim=1).clamp(min=1e-30)).median()
-                )
-            else:
+            self._check_states(rows.id, b, states, row["length"])
+            if not self._fp8:
                 stored[tensor_name(b)] = states
-        found["content_hash"] = content_hash(stored)
-        self._held.setdefault(row["shard"], {})[rows.id] = {"tensors": stored, "row": found}
+                continue
+            codes, scale = to_fp8(states)
+            stored[tensor_name(b)] = codes
+            stored[f"scale_{b}"] = scale
+            columns[f"fp8_error_{b}"] = _fp8_error(states, codes, scale)
+        columns["content_hash"] = content_hash(stored)
+        held = {"tensors": stored, "row": columns}
+        self._held.setdefault(row["shard"], {})[rows.id] = held
         self._settle(row["shard"], rows.id)
 
+    def _check_states(self, id: str, b: int, states: torch.Tensor, n_tok: int) -> None:
+        """Raise ValueError unless states are [n_tok, H] in the store's dtype."""
+        shape = (n_tok, self.store.manifest["hidden_size"])
+        right_dtype = self._fp8 or states.dtype == self._dtype
+        if tuple(states.shape) != shape or not right_dtype:
+            raise ValueError(f"boundary {b} of {id} is {tuple(states.shape)} {states.dtype}")
+
     def fail(self, id: str, reason: str, again: bool = False) -> None:
-        """A planned sample that can't be had. `again`: the fault was not its own, the same command tries it again."""
+        """Record that a planned sample cannot be extracted.
+
+        `again`: the fault was not the sample's own, so the same command tries it again.
+        """
         with self._lock:
             self._index[id] |= {"state": "pending" if again else "failed", "reason": reason}
         self._settle(self._index[id]["shard"], id)
 
     def _settle(self, shard: str, id: str) -> None:
+        """Stop waiting for a sample; write its shard if it was the last one."""
         awaited = self._awaited.get(shard, set())
         awaited.discard(id)
         if not awaited and shard in self._held:
@@ -201,13 +227,19 @@ class StoreWriter:
         self._writing.append(self._threads.submit(self._write_shard, shard, self._held.pop(shard)))
 
     def _wait(self, left: int = 0) -> None:
-        """Until at most `left` shards are being written. One that failed stays first, so that every later call says so too."""
+        """Wait until at most `left` shards are being written.
+
+        A shard that failed stays first in the queue, so that every later call raises its error.
+        """
         while len(self._writing) > left:
             self._writing[0].result()
             self._writing.popleft()
 
     def _write_shard(self, shard: str, held: dict[str, dict]) -> None:
-        """Data first, then the index that counts it. What the shard has already stays, what it lacks is zeros."""
+        """Write a shard, and then the index that counts its samples.
+
+        Samples that the shard has already are kept. Missing samples are zeros.
+        """
         names = tensor_names(self.store.boundaries, self.store.manifest["dtype"])
         with self._lock:
             rows = [dict(self._index[id]) for id in self._members[shard]]
@@ -221,23 +253,24 @@ class StoreWriter:
                 tensors = _kept(old, row)
             for name in names:
                 pieces[name].append(tensors[name] if tensors else self._zeros(name, row["length"]))
-        place = ("id", "split", "category", "topic", "shard", "offset", "length")
-        described = [
-            row
-            if row["state"] == "extracted"
-            else index_row(self._columns, state="pending", **{name: row[name] for name in place})
-            for row in rows
-        ]
-        text = json.dumps(described, separators=(",", ":"))
-        write_safetensors(
-            self.folder / "shards" / shard,
-            pieces,
-            {"rows": text, "rows_hash": xxhash.xxh3_128_hexdigest(text.encode())},
-        )
+        text = json.dumps([self._described(row) for row in rows], separators=(",", ":"))
+        metadata = {"rows": text, "rows_hash": xxhash.xxh3_128_hexdigest(text.encode())}
+        write_safetensors(self.folder / "shards" / shard, pieces, metadata)
         with self._lock:
             for row in rows:
                 self._index[row["id"]] = row
         self._write_index()
+
+    def _described(self, row: dict) -> dict:
+        """Return an index row as the shard's metadata has it.
+
+        Samples that are not extracted only have their place, so that the shard's bytes do not
+        depend on what failed before.
+        """
+        if row["state"] == "extracted":
+            return row
+        place = ("id", "split", "category", "topic", "shard", "offset", "length")
+        return index_row(self._columns, state="pending", **{name: row[name] for name in place})
 
     def _zeros(self, name: str, length: int) -> torch.Tensor:
         if name == "input_ids":
@@ -255,25 +288,32 @@ class StoreWriter:
             write_index(self.folder, rows, self.store.manifest)
 
     def flush(self) -> None:
-        """Write what is held, also shards that are not complete yet; afterwards all of it is counted and survives a kill."""
+        """Write all added samples, also into shards that are not complete yet.
+
+        Afterwards the index counts them, and they survive a kill.
+        """
         for shard in list(self._held):
             self._submit(shard)
         self._wait()
         self._write_index()
 
     def close(self) -> Store:
+        """Write all added samples, release the lock and open the store."""
         self.flush()
         self.release()
         return Store.open(self.folder)
 
     def release(self) -> None:
-        """Give the lock back, whatever state this is in."""
+        """Release the lock, in whatever state the writer is."""
         self._threads.shutdown(wait=True)
         self._lock_file.close()
 
 
 def _kept(store: Store, row: dict) -> dict[str, torch.Tensor] | None:
-    """What a shard that is written anew keeps of a sample; a damaged one is marked, to be made again."""
+    """Return the tensors of a sample in a shard that is written again; None if it has none.
+
+    A damaged sample becomes pending, so that it is extracted again.
+    """
     if row["state"] != "extracted":
         return None
     try:
@@ -286,25 +326,32 @@ def _kept(store: Store, row: dict) -> dict[str, torch.Tensor] | None:
     return None
 
 
+def _fp8_error(states: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> float:
+    """Return the median over tokens of |dequantised - exact| / |exact| (L2) of states [T, H]."""
+    exact = states.float()
+    error = from_fp8(codes, scale).float() - exact
+    return float((error.norm(dim=1) / exact.norm(dim=1).clamp(min=1e-30)).median())
+
+
 def _compact(weight: torch.Tensor) -> torch.Tensor:
-    """bf16 where that loses nothing."""
+    """Return the weight in bfloat16 if that loses nothing, otherwise unchanged."""
     small = weight.to(torch.bfloat16)
-    return (
-        small.contiguous() if torch.equal(small.to(weight.dtype), weight) else weight.contiguous()
-    )
+    if torch.equal(small.to(weight.dtype), weight):
+        return small.contiguous()
+    return weight.contiguous()
 
 
 def _differences(old, new, prefix: str = "") -> list[str]:
-    """Dotted names of the fields that differ. mem_fraction_static, of older manifests, leaves what is captured as it is."""
+    """Return the dotted names of the fields that differ, with both values.
+
+    mem_fraction_static, which older manifests have, does not change what is captured.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
-        keys = sorted({*old, *new} - {"content_hash", "mem_fraction_static"})
-        return [
-            name
-            for key in keys
-            for name in _differences(
-                old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key
-            )
-        ]
+        names = []
+        for key in sorted({*old, *new} - {"content_hash", "mem_fraction_static"}):
+            dotted = f"{prefix}.{key}" if prefix else key
+            names += _differences(old.get(key), new.get(key), dotted)
+        return names
     return [] if old == new else [f"{prefix} ({_short(old)}, now {_short(new)})"]
 
 

@@ -1,24 +1,31 @@
-"""Many trainings of one store, in parallel: papermill runs of one notebook with changed settings, on Ray.
+"""Train many drafters from one store in parallel.
 
-    python -m eyas sweep --profile layers       # the trainings of notebook 06, half an hour on 2 cores; again: goes on where it was
+    python -m eyas sweep --profile layers    # the trainings of notebook 06, half an hour on 2 cores
 
-Ray runs on this machine alone for as long as the sweep, bound to 127.0.0.1 with a secret of its own, without dashboard and usage reports; or it is a
-cluster that runs already (`ray_address`), whose machines see this repository and the data folder under the same paths.
+Each training is a papermill run of one notebook with changed settings, on Ray. The same command
+resumes the sweep where it stopped.
 
-A training is identified by what decides its result: the code of its notebook, every setting that the notebook declares, the store's identity and the
-code of trainer, drafter and walk (comments and docstrings left out). Its folder, sweep/<that hash>, holds
-  notebook.ipynb    the executed notebook, whatever became of it; notebook.log beside it
+Ray runs on this machine alone for as long as the sweep, bound to 127.0.0.1 with a secret of its
+own, without dashboard and usage reports. Or it is a cluster that you already run (`ray_address`),
+whose machines see this repository and the data folder under the same paths.
+
+A training is identified by what decides its result: the code of its notebook, every setting that
+the notebook declares, the store's identity, and the code of trainer, drafter and walk (comments and
+docstrings left out). Its folder, sweep/<hash of these>, holds
+  notebook.ipynb    the executed notebook, whatever its result; notebook.log beside it
   run.json          settings, identity, state, return code, what went wrong, times, versions
   counts.parquet    what the walk counted, a row a held-out sample; written by the notebook (`keep`)
   drafter/          as of any run
-A training is finished when run.json says ok and the counts are there: those are not repeated. One that failed or was cut off is tried again by the next
-sweep, from its last checkpoint. One that fails stops no other.
+A training is finished when run.json says ok and the counts exist. A finished one is not repeated.
+The next sweep resumes one that failed or was interrupted from its last checkpoint. One that fails
+stops no other.
 """
 
 import ast
 import fcntl
 import functools
 import inspect
+import logging
 import os
 import secrets
 import shutil
@@ -53,17 +60,19 @@ from eyas.report.parameters import plain, settings_read
 from eyas.report.run import NOTEBOOKS, is_alive, now, this_process, versions
 
 NOTEBOOK = NOTEBOOKS / "sweep_training.ipynb"
-TMP_LETTERS = 14  # of a folder for Ray's sockets: their paths may have 107
-STARTS = 4  # tries
-OBJECT_STORE_BYTES = (
-    80 * 2**20
-)  # about the least that Ray takes; nothing but a few words goes through it
-NO_INFLUENCE = {"run_name", "member", "checkpoint_steps", "keep_checkpoints"}  # on what is learnt
+# Most letters of the folder for Ray's sockets. The sockets' whole paths may have 107.
+TMP_LETTERS = 14
+STARTS = 4  # tries to start Ray
+# About the least that Ray accepts. Only a few words go through it.
+OBJECT_STORE_BYTES = 80 * 2**20
+# Settings without influence on what is learnt.
+NO_INFLUENCE = {"run_name", "member", "checkpoint_steps", "keep_checkpoints"}
+NOT_RUN = {"state": "not run", "process": None, "exception": None, "duration_s": None}
 
 
 @dataclass(frozen=True)
 class Member:
-    """One training. `settings`: what was changed against the sweep's own."""
+    """Describe one training. `settings`: what was changed against the sweep's own."""
 
     id: str
     folder: Path
@@ -72,10 +81,15 @@ class Member:
     identity: dict[str, Any]
 
     def __str__(self) -> str:
-        return ", ".join(
-            f"{name} {' '.join(map(str, value)) if isinstance(value, (tuple, list)) else value}"
+        """Return the changed settings in words."""
+        return ", ".join(f"{name} {value}" for name, value in self.settings_text().items())
+
+    def settings_text(self) -> dict[str, Any]:
+        """Return the changed settings; those of several values as one text."""
+        return {
+            name: " ".join(map(str, value)) if isinstance(value, (tuple, list)) else value
             for name, value in self.settings.items()
-        )
+        }
 
     @property
     def notebook(self) -> Path:
@@ -87,25 +101,23 @@ class Member:
 
     @property
     def record(self) -> dict:
-        """run.json; a training whose process is gone without a word was interrupted."""
+        """Return run.json. A training whose process ended without a result was interrupted."""
         path = self.folder / "run.json"
-        record = (
-            read_json(path)
-            if path.is_file()
-            else {"state": "not run", "process": None, "exception": None, "duration_s": None}
-        )
-        return (
-            record | {"state": "interrupted"}
-            if record["state"] == "running" and not is_alive(record)
-            else record
-        )
+        record = read_json(path) if path.is_file() else NOT_RUN
+        if record["state"] == "running" and not is_alive(record):
+            return record | {"state": "interrupted"}
+        return record
 
     @property
     def finished(self) -> bool:
+        """Return whether run.json says ok and the counts exist."""
         return self.record["state"] == "ok" and self.counts_path.is_file()
 
     def counts(self) -> pd.DataFrame:
-        """As `eyas.evaluation.offline.walk` gives them. EyasError where the training is not finished."""
+        """Return what `eyas.evaluation.offline.walk` counted.
+
+        Raise EyasError if the training is not finished.
+        """
         if not self.finished:
             raise EyasError(
                 f"the training with {self} is not finished", "one that is", "python -m eyas sweep"
@@ -113,33 +125,30 @@ class Member:
         return read_parquet(self.counts_path)
 
     def problem(self) -> str:
-        """What went wrong, in one line; '' where nothing did."""
-        found = self.record["exception"]
-        return (
-            ""
-            if self.finished or not found
-            else f"{found['ename']}: {found['evalue']}"
-            if found["ename"]
-            else found["kind"]
-        )
+        """Return what went wrong in one line; "" where nothing did."""
+        exception = self.record["exception"]
+        if self.finished or not exception:
+            return ""
+        if exception["ename"]:
+            return f"{exception['ename']}: {exception['evalue']}"
+        return exception["kind"]
 
 
 class Sweep:
-    """A run's sweep, by one process at a time: `with Sweep(config, store) as sweep: sweep.run([{"boundaries": (10, 20, 29), "seed": 0}, ...])`.
+    """Run the trainings of a sweep, in one process at a time.
 
-    Ray is started when the first training is due and shut down at the end, whichever way that comes.
+        with Sweep(config, store) as sweep:
+            sweep.run([{"boundaries": (10, 20, 29), "seed": 0}, ...])
+
+    Ray is started when the first training is due. It is shut down at the end, also after an error.
     """
 
     def __init__(self, config: Config, store, notebook: Path = NOTEBOOK):
-        self.config, self.store, self.path = config, store, notebook
+        self.config = config
+        self.store = store
+        self.path = notebook
         self._declared = sorted(settings_read(notebook))
-        self._notebook_code = sha256_json(
-            [
-                c["source"]
-                for c in read_json(notebook)["cells"]
-                if c["cell_type"] == "code" and "parameters" not in c["metadata"].get("tags", [])
-            ]
-        )
+        self._notebook_code = _notebook_hash(notebook)
         self._lock: IO | None = None
         self._ray = None
         self._before: list[psutil.Process] = []  # this process's children that are not Ray's
@@ -154,9 +163,9 @@ class Sweep:
         except BlockingIOError:
             self._lock.close()
             raise EyasError(
-                f"a sweep of run {self.config.run_name!r} is going on",
+                f"a sweep of run {self.config.run_name!r} is running",
                 "one at a time",
-                "wait for it, or take another -p run_name",
+                "wait for its end, or use another -p run_name",
             ) from None
         return self
 
@@ -167,18 +176,19 @@ class Sweep:
             self._lock.close()
 
     def member(self, settings: dict[str, Any]) -> Member:
-        """The training with these settings on top of the sweep's. EyasError: one that Config refuses, or that the notebook does not declare."""
+        """Return the training with these settings on top of the sweep's.
+
+        Raise EyasError for a setting that Config refuses or that the notebook does not declare.
+        """
         unknown = sorted(set(settings) - set(self._declared))
         if unknown:
             raise EyasError(
                 f"{self.path.name} does not declare the setting {', '.join(unknown)}",
                 "a name in its parameters cell",
             )
-        config = Config.create(
-            **{name: getattr(self.config, name) for name in self._declared}
-            | {"threads": threads_each(self.config)}
-            | settings
-        )
+        own = {name: getattr(self.config, name) for name in self._declared}
+        threads = {"threads": threads_each(self.config)}
+        config = Config.create(**(own | threads | settings))
         parameters = {name: plain(getattr(config, name)) for name in self._declared}
         identity = {
             "notebook": self._notebook_code,
@@ -191,13 +201,16 @@ class Sweep:
         return Member(id, folder, settings, parameters | {"member": id}, identity)
 
     def run(self, variants: Iterable[dict[str, Any]]) -> list[Member]:
-        """Train all of them, `sweep_parallel` at a time, but for those that are finished; gives them in the order asked. What failed says so in its record."""
+        """Train those that are not finished, `sweep_parallel` at a time.
+
+        Return all of them in the order asked. The record of a failed one says what went wrong.
+        """
         members = [self.member(settings) for settings in variants]
-        todo = {
-            member.id: member for member in members if not member.finished
-        }  # one that is asked for twice is trained once
-        if todo:
-            self._train(list(todo.values()), len({member.id for member in members}))
+        # By id, so one that is asked for twice is trained once.
+        unfinished = {member.id: member for member in members if not member.finished}
+        if unfinished:
+            n_different = len({member.id for member in members})
+            self._train(list(unfinished.values()), n_different)
         return members
 
     def _train(self, waiting: list[Member], total: int) -> None:
@@ -207,57 +220,56 @@ class Sweep:
             num_gpus=1 if self.config.device == "cuda" else 0,
             max_retries=0,
         )
-        going: dict[Any, Member] = {}
+        running: dict[Any, Member] = {}
+        n_finished = total - len(waiting)
         with Progress(total, "trainings") as progress:
-            progress.update(
-                samples=total - len(waiting), note="finished before" if total > len(waiting) else ""
-            )
-            while waiting or going:
-                while waiting and len(going) < self.config.sweep_parallel:
+            progress.update(samples=n_finished, note="finished before" if n_finished else "")
+            while waiting or running:
+                while waiting and len(running) < self.config.sweep_parallel:
                     member = waiting.pop(0)
-                    going[
-                        task.remote(
-                            str(self.path),
-                            str(member.folder),
-                            member.parameters,
-                            self._record(member),
-                            str(data_dir()),
-                        )
-                    ] = member
-                done, _ = ray.wait(list(going), timeout=1.0)
+                    running[self._submit(task, member)] = member
+                done, _ = ray.wait(list(running), timeout=1.0)
                 progress.update()
                 for reference in done:
-                    member = going.pop(reference)
-                    try:
-                        ray.get(reference)
-                    except (
-                        ray.exceptions.RayError
-                    ) as error:  # a worker that was killed, a machine that is gone
-                        text = str(error).strip().splitlines()
-                        failure = {
-                            "kind": f"the Ray worker that ran it ended ({type(error).__name__})",
-                            "ename": "",
-                            "evalue": "",
-                            "lines": text[-15:],
-                        }
-                        _write_record(
-                            member.folder,
-                            self._record(member)
-                            | {"state": "failed", "return_code": -1, "exception": failure},
-                        )
-                    ok = member.finished
+                    member = running.pop(reference)
+                    self._collect(ray, reference, member)
+                    result = member.problem() or member.record["state"]
+                    if member.finished:
+                        result = "ok"
                     progress.update(
-                        samples=ok,
-                        errors=not ok,
-                        note=f"{member}: {'ok' if ok else member.problem() or member.record['state']}"[
-                            :100
-                        ],
+                        samples=member.finished,
+                        errors=not member.finished,
+                        note=f"{member}: {result}"[:100],
                     )
+
+    def _submit(self, task, member: Member):
+        """Start a training on Ray and return its reference."""
+        return task.remote(
+            str(self.path),
+            str(member.folder),
+            member.parameters,
+            self._record(member),
+            str(data_dir()),
+        )
+
+    def _collect(self, ray, reference, member: Member) -> None:
+        """Take the end of a training; record a worker that was killed or a machine that is gone."""
+        try:
+            ray.get(reference)
+        except ray.exceptions.RayError as error:
+            failure = {
+                "kind": f"the Ray worker that ran it ended ({type(error).__name__})",
+                "ename": "",
+                "evalue": "",
+                "lines": str(error).strip().splitlines()[-15:],
+            }
+            failed = {"state": "failed", "return_code": -1, "exception": failure}
+            _write_record(member.folder, self._record(member) | failed)
 
     def _record(self, member: Member) -> dict:
         return {
             "id": member.id,
-            "settings": {n: plain(v) for n, v in member.settings.items()},
+            "settings": {name: plain(value) for name, value in member.settings.items()},
             "identity": member.identity,
             "state": "waiting",
             "return_code": None,
@@ -267,74 +279,93 @@ class Sweep:
     # ---- Ray
 
     def _start_ray(self):
+        """Start Ray, or join the cluster at `ray_address`. Return the module."""
         if self._ray is not None:
             return self._ray
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        address = self.config.ray_address
-        if not address:
-            # Ray reads its own words for "this machine alone" as any address that reaches this machine, but for this switch, which only sounds like another system's.
-            os.environ |= {
-                "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-                "RAY_AUTH_MODE": "token",
-                "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            }
-            folder = Path(
-                tempfile.gettempdir() if len(tempfile.gettempdir()) <= TMP_LETTERS else "/tmp"
-            )
-            for left in folder.glob("eyas-ray-*"):  # of a sweep that was killed
-                if not psutil.pid_exists(int(left.name.split("-")[2])):
-                    shutil.rmtree(left, ignore_errors=True)
-            self._temporary = Path(tempfile.mkdtemp(prefix=f"eyas-ray-{os.getpid()}-", dir=folder))
-        import logging
-
+        if not self.config.ray_address:
+            self._prepare_local_ray()
         import ray
 
         for name in ("ray", "ray.widgets.util"):  # the second asks for widgets
             logging.getLogger(name).setLevel(logging.ERROR)
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if address:
-            try:
-                ray.init(address=address, **quiet)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                raise EyasError(
-                    f"no Ray cluster answers at ray_address {address!r} ({' '.join(str(error).split())[:120]})",
-                    "HOST:PORT of one that runs",
-                    "ray status; or -p ray_address ''",
-                ) from None
+        if self.config.ray_address:
+            self._join_cluster(ray)
         else:
-            self._watcher = processes.watch()
-            self._before = psutil.Process().children(recursive=True)
-            for more in reversed(range(STARTS)):
-                try:
-                    ray.init(
-                        address="local",
-                        num_cpus=self.config.sweep_parallel * threads_each(self.config),
-                        include_dashboard=False,
-                        object_store_memory=OBJECT_STORE_BYTES,
-                        _temp_dir=str(self._temporary),
-                        **quiet,
-                    )
-                    break
-                except Exception as error:  # Ray has no class of its own for it, and gives its processes 30 s, which a busy machine may not
-                    self._shut_down(ray)
-                    if "timed out during startup" not in str(error):
-                        raise
-                    if not more:
-                        raise EyasError(
-                            f"Ray did not start in {STARTS} times 30 s",
-                            "a machine with a core to spare",
-                            "python -m eyas sweep, when it is less busy",
-                        ) from None
+            self._start_local_ray(ray)
         self._ray = ray
         return ray
 
+    def _prepare_local_ray(self) -> None:
+        """Set what Ray reads from the environment, and make a folder for its sockets."""
+        # Without the first switch Ray takes its own words for "this machine alone" as any address
+        # that reaches this machine. Its name only sounds like another system's.
+        os.environ |= {
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        }
+        temporary = tempfile.gettempdir()
+        parent = Path(temporary if len(temporary) <= TMP_LETTERS else "/tmp")
+        for folder in parent.glob("eyas-ray-*"):
+            process_id = int(folder.name.split("-")[2])
+            if not psutil.pid_exists(process_id):  # left by a sweep that was killed
+                shutil.rmtree(folder, ignore_errors=True)
+        prefix = f"eyas-ray-{os.getpid()}-"
+        self._temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+
+    def _join_cluster(self, ray) -> None:
+        """Join the Ray cluster at `ray_address`. Raise EyasError if none answers there."""
+        address = self.config.ray_address
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:120]
+            raise EyasError(
+                f"no Ray cluster answers at ray_address {address!r} ({reason})",
+                "HOST:PORT of one that runs",
+                "ray status; or -p ray_address ''",
+            ) from None
+
+    def _start_local_ray(self, ray) -> None:
+        """Start Ray on this machine. Raise EyasError if it does not start in time.
+
+        Ray gives its processes 30 s, which may not be enough on a busy machine.
+        """
+        self._watcher = processes.watch()
+        self._before = psutil.Process().children(recursive=True)
+        for tries_left in reversed(range(STARTS)):
+            try:
+                ray.init(
+                    address="local",
+                    num_cpus=self.config.sweep_parallel * threads_each(self.config),
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    _temp_dir=str(self._temporary),
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
+                return
+            except Exception as error:  # Ray has no class of its own for this
+                self._shut_down(ray)
+                if "timed out during startup" not in str(error):
+                    raise
+                if not tries_left:
+                    raise EyasError(
+                        f"Ray did not start in {STARTS} times 30 s",
+                        "a machine with a core to spare",
+                        "python -m eyas sweep, when it is less busy",
+                    ) from None
+
     def _shut_down(self, ray) -> None:
-        """Ray, and on this machine also what it and its workers started, which end by themselves when their parents are gone."""
-        started = (
-            []
-            if self.config.ray_address
-            else [p for p in psutil.Process().children(recursive=True) if p not in self._before]
-        )
+        """Shut Ray down, and on this machine also the processes that it and its workers started.
+
+        These end by themselves when their parents are gone; after 15 s they are killed.
+        """
+        started = []
+        if not self.config.ray_address:
+            children = psutil.Process().children(recursive=True)
+            started = [process for process in children if process not in self._before]
         ray.shutdown()
         for process in processes.still_running(started, 15.0):
             process.kill()
@@ -358,13 +389,15 @@ def threads_each(config: Config) -> int:
 
 
 def train_member(notebook: str, folder: str, parameters: dict, record: dict, data: str) -> None:
-    """On a Ray worker: one training from start to end, its run.json always true to its state."""
+    """Run one training on a Ray worker from start to end.
+
+    Its run.json always states what is true of it.
+    """
     os.environ |= {"EYAS_DATA": data, "OMP_NUM_THREADS": str(parameters["threads"])}
     folder = Path(folder)
-    before = folder / "run.json"
-    while before.is_file() and is_alive(
-        read_json(before)
-    ):  # of a sweep that was killed a moment ago: it ends when it notices
+    earlier = folder / "run.json"
+    # The training of a sweep that was killed a moment ago ends when it notices that.
+    while earlier.is_file() and is_alive(read_json(earlier)):
         time.sleep(0.2)
     (folder / "counts.parquet").unlink(missing_ok=True)
     record |= {
@@ -382,40 +415,35 @@ def train_member(notebook: str, folder: str, parameters: dict, record: dict, dat
 
     code, problem = execute(Path(notebook), folder / "notebook.ipynb", parameters, wait=wait)
     if not problem and not (folder / "counts.parquet").is_file():
-        code, problem = (
-            -1,
-            {"kind": "the notebook kept no counts", "ename": "", "evalue": "", "lines": []},
-        )
-    _write_record(
-        folder,
-        record
-        | {
-            "state": "failed" if problem else "ok",
-            "return_code": code,
-            "exception": problem,
-            "duration_s": round(time.monotonic() - started_s, 1),
-        },
-    )
+        code = -1
+        problem = {"kind": "the notebook kept no counts", "ename": "", "evalue": "", "lines": []}
+    result = {
+        "state": "failed" if problem else "ok",
+        "return_code": code,
+        "exception": problem,
+        "duration_s": round(time.monotonic() - started_s, 1),
+    }
+    _write_record(folder, record | result)
 
 
 def _write_record(folder: Path, record: dict) -> None:
-    write_json(
-        folder / "run.json",
-        {"process": None, "duration_s": None} | pages.without_machine_paths(record),
-    )
+    whole = {"process": None, "duration_s": None} | pages.without_machine_paths(record)
+    write_json(folder / "run.json", whole)
 
 
 def keep(config: Config, counts: pd.DataFrame) -> Path:
-    """In the notebook of a training, at its end: write what the sweep gathers, the walk's counts, a row a held-out sample. The checkpoints go, the drafter stays.
+    """Write the walk's counts, which the sweep gathers, at the end of a training's notebook.
 
-    EyasError where the code is not the one that the sweep began with: its results would not be comparable.
+    counts: a row a held-out sample. The checkpoints are removed, the drafter is kept.
+    Raise EyasError if the code is not the one that the sweep started with: its results could not be
+    compared.
     """
-    asked = config.out_dir / "run.json"
-    if asked.is_file() and read_json(asked)["identity"]["code"] != code_hash():
+    planned = config.out_dir / "run.json"
+    if planned.is_file() and read_json(planned)["identity"]["code"] != code_hash():
         raise EyasError(
             "trainer, drafter or walk were edited while the sweep ran",
-            "the code that it began with",
-            "python -m eyas sweep, which trains anew what the new code changes",
+            "the code that it started with",
+            "python -m eyas sweep, which trains again what the new code changes",
         )
     path = write_atomic(
         config.out_dir / "counts.parquet", lambda path: counts.to_parquet(path, index=False)
@@ -427,19 +455,21 @@ def keep(config: Config, counts: pd.DataFrame) -> Path:
 
 
 def gather(members: dict[str, list[Member]]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """(runs, counts) of named members. runs: a row each with name, the settings, id, state, minutes, problem, notebook. counts: a row for each
-    held-out sample of each finished one, the columns of the walk beside name and settings."""
-    runs, counts = [], []
+    """Return (runs, counts) of named members.
+
+    runs: a row each with name, the settings, id, state, minutes, problem and notebook.
+    counts: a row for each held-out sample of each finished one, with the columns of the walk, name
+    and settings.
+    """
+    runs = []
+    counts = []
     for name, group in members.items():
         for member in group:
-            settings = {
-                key: " ".join(map(str, value)) if isinstance(value, (tuple, list)) else value
-                for key, value in member.settings.items()
-            }
+            settings = member.settings_text()
             record = member.record
-            notebook = (
-                str(member.notebook.relative_to(data_dir())) if member.notebook.is_file() else ""
-            )
+            notebook = ""
+            if member.notebook.is_file():
+                notebook = str(member.notebook.relative_to(data_dir()))
             runs.append(
                 {
                     "name": name,
@@ -453,12 +483,27 @@ def gather(members: dict[str, list[Member]]) -> tuple[pd.DataFrame, pd.DataFrame
             )
             if member.finished:
                 counts.append(member.counts().assign(name=name, **settings, training=member.id))
-    return pd.DataFrame(runs), pd.concat(counts, ignore_index=True) if counts else pd.DataFrame()
+    all_counts = pd.concat(counts, ignore_index=True) if counts else pd.DataFrame()
+    return pd.DataFrame(runs), all_counts
+
+
+def _notebook_hash(notebook: Path) -> str:
+    """Return a hash of a notebook's code; its parameters cell does not count."""
+    cells = read_json(notebook)["cells"]
+    code = [
+        cell["source"]
+        for cell in cells
+        if cell["cell_type"] == "code" and "parameters" not in cell["metadata"].get("tags", [])
+    ]
+    return sha256_json(code)
 
 
 @functools.cache
 def code_hash() -> str:
-    """Over the code that decides what a training learns and what its walk counts; comments, docstrings and line breaks do not count."""
+    """Return a hash of the code that decides what a training learns and what its walk counts.
+
+    Comments, docstrings and line breaks do not count.
+    """
     from eyas.evaluation import offline
     from eyas.models import drafter, vocab
     from eyas.store import mixture
@@ -488,11 +533,10 @@ def code_hash() -> str:
 
 
 def _without_words(source: str) -> str:
+    """Return the syntax tree of a source without comments and docstrings, as text."""
     tree = ast.parse(textwrap.dedent(source))
     for node in ast.walk(tree):
-        if (
-            isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
-            and ast.get_docstring(node, clean=False) is not None
-        ):
+        may_have_docstring = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        if may_have_docstring and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:]
     return ast.dump(tree)

@@ -41,3 +41,13 @@ def failed_trainings(study: Study) -> pd.DataFrame:
 def training_minutes(study: Study) -> pd.DataFrame:
     """Return a row for each training: its state, and how many minutes it took."""
     return study.runs[["name", "seed", "state", "minutes", "training"]]
+
+
+def pairs_text(study: Study, boundaries: list[int]) -> str:
+    """Return how many pairs and single boundaries of the stored ones were trained."""
+    sizes = study.table["boundaries"]
+    pairs = len(boundaries) * (len(boundaries) - 1) // 2
+    return (
+        f"{(sizes == 2).sum()} of {pairs} pairs and {(sizes == 1).sum()} of "
+        f"{len(boundaries)} single boundaries were trained"
+    )
