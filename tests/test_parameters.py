@@ -53,6 +53,7 @@ def test_none_is_as_the_profile_says_and_a_value_counts_more(tmp_path):
         notebook_config({"profile": "demmo"})
 
 
+@pytest.mark.kernel
 def test_papermill_hands_on_settings_that_the_cell_does_not_declare(tmp_path):
     """As `papermill -f profile.yaml` does, and refuses a name that no setting has."""
     show = SHOW + "\nprint(config.epochs, config.seed, config.train_samples, config.run_name)"

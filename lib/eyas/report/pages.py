@@ -132,8 +132,10 @@ def _mark_headline(notebook) -> None:
 
 
 def _drop_answers(notebook) -> None:
-    """Drop the answer that stands under the parameters: a page opens with it anyway."""
+    """Drop the answer under the parameters and the line that promises it: a page opens with it."""
     for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = re.sub(r"^\*\*Answer\.\*\* .*\n+", "", cell.source, flags=re.M)
         if cell.cell_type == "code":
             cell.outputs = [
                 output
