@@ -32,7 +32,8 @@ from eyas.intervals import difference_interval, interval_text, ratio_interval
 from eyas.models.drafter import load_drafter
 from eyas.models.target import target_of
 from eyas.store.reader import Store
-from eyas.training.trainer import SETTINGS, Ablation, train
+from eyas.training.preparation import SETTINGS, Ablation
+from eyas.training.trainer import train
 
 sys.path.insert(0, str(Path(__file__).parent))
 from contestants import add_arguments, choose, length, load, part

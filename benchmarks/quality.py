@@ -35,7 +35,8 @@ from eyas.files import read_json, sha256_json, write_json
 from eyas.intervals import difference_interval, interval_text, ratio_interval
 from eyas.models.drafter import DraftCache, Drafter, DrafterConfig, ImportedConfig, load_drafter
 from eyas.models.vocab import DraftVocab
-from eyas.training.trainer import SETTINGS, Ablation, train
+from eyas.training.preparation import SETTINGS, Ablation
+from eyas.training.trainer import train
 
 sys.path.insert(0, str(Path(__file__).parent))
 from contestants import PEERS, Contestant, Data, add_arguments, available, choose, length, load

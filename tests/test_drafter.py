@@ -36,7 +36,7 @@ def test_extend_with_a_cache_equals_training_at_the_same_slots(switches):
     drafter, n_steps = make_drafter(**switches), 4
     sample = make_sample([0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 1, 0])
     batch = pack(
-        [("other", make_sample([0, 1, 1, 1, 0], seed=1)), ("this", sample)],
+        [make_sample([0, 1, 1, 1, 0], seed=1), sample],
         BOUNDARIES,
         drafter.vocab,
         n_steps,
@@ -59,8 +59,8 @@ def test_extend_with_a_cache_equals_training_at_the_same_slots(switches):
         [2, 3, 4],
         [2, 3],
     ]  # by hand from the mask
-    cache, ids = DraftCache(), sample["input_ids"]
-    hidden = drafter.fuse(torch.cat([sample["states"][b] for b in BOUNDARIES], dim=-1))  # [T, H]
+    cache, ids = DraftCache(), sample.input_ids
+    hidden = drafter.fuse(sample.at(BOUNDARIES))  # [T, H]
     true = torch.cat(
         [drafter.extend(ids[1:4], hidden[:3], cache), drafter.extend(ids[4:], hidden[3:-1], cache)]
     )  # [T-1, H], in two parts

@@ -468,7 +468,7 @@ def test_a_job_outlives_interrupt_and_kernel_and_is_found_again(to_train, data, 
         outputs = first.run(cell, when=some_steps(config), do=hold_and_interrupt)
         assert (
             outputs[-1]["ename"] == "KeyboardInterrupt"
-            and "goes on in the background" in text_of(outputs)
+            and "continues in the background" in text_of(outputs)
             and "python -m eyas job stop train -p run_name job" in text_of(outputs)
         )
         (job,) = jobs.list_jobs("job")
@@ -486,7 +486,7 @@ def test_a_job_outlives_interrupt_and_kernel_and_is_found_again(to_train, data, 
     with pytest.raises(
         EyasError,
         match=(
-            "train of run 'job' is going on with other settings: epochs 16.0, here "
+            "train of run 'job' is running with other settings: epochs 16.0, here "
             "31.0.*python -m eyas job stop train -p run_name job"
         ),
     ):
@@ -494,14 +494,14 @@ def test_a_job_outlives_interrupt_and_kernel_and_is_found_again(to_train, data, 
     second = Kernel(NOTEBOOKS)
     try:
         outputs = second.run(
-            cell, when=lambda outputs: "going on already" in text_of(outputs), do=process.resume
+            cell, when=lambda outputs: "running already" in text_of(outputs), do=process.resume
         )
     finally:
         process.resume()
         second.close()
     assert outputs[-1]["output_type"] != "error", outputs[-1]
     assert (
-        "going on already" in text_of(outputs)
+        "running already" in text_of(outputs)
         and f"(process {process.pid}" in text_of(outputs)
         and "optimiser steps" in text_of(outputs)
     )
@@ -525,7 +525,9 @@ def test_a_stopped_job_goes_on_where_it_was(to_train, data, capsys):
         and not jobs.stop(job)
         and jobs.stop_all(config) == []
     )
-    with pytest.raises(EyasError, match="train of run 'job' was stopped; next: the same again"):
+    with pytest.raises(
+        EyasError, match="train of run 'job' was stopped; next: the same command again"
+    ):
         jobs.follow(job)
     assert jobs.follow(jobs.start(config, "train")).state == "done"
     assert "goes on after optimiser step" in capsys.readouterr().out and same(
@@ -547,7 +549,7 @@ def test_a_job_that_fails_or_is_killed_says_so(data, target, capsys):
         EyasError,
         match=(
             "(?s)train of run 'tiny' was killed; the end of its log:.*no store.*next: the "
-            "same again"
+            "same command again"
         ),
     ):
         jobs.follow(job)
@@ -597,7 +599,7 @@ def test_a_study_is_read_as_it_was_written(data):
     }
     frames["forward"]["boundaries"] = [(1, 2), (2,)]
     study = layers.Study(**frames, guided=0.5, record={"guided": 0.5, "sentence": "s"})
-    with pytest.raises(EyasError, match="has no study of layers.*python -m eyas sweep"):
+    with pytest.raises(EyasError, match="has no study of layers.*python -m eyas study layers"):
         layers.load_study(config)
     layers.save_study(config, study)
     found = layers.load_study(config)

@@ -5,7 +5,6 @@ resumable, refusing what does not fit.
 import errno
 import hashlib
 import json
-import math
 import multiprocessing
 import os
 import re
@@ -28,184 +27,21 @@ from eyas.errors import EyasError
 from eyas.evaluation.offline import walk
 from eyas.files import code_version
 from eyas.models.drafter import load_drafter
-from eyas.models.target import Head, load_target
+from eyas.models.target import load_target
 from eyas.store.reader import Store
 from eyas.training.batch import pack
 from eyas.training.head_loss import Teacher
 from eyas.training.losses import LOSSES
-from eyas.training.schedule import deal, plan, schedule
+from eyas.training.schedule import plan, schedule, split_work
 from eyas.training.trainer import Training, train
 from eyas.training.ttt import Losses, batch_loss, step_weights
-from helpers.drafters import BOUNDARIES, SHAPE, H, V, make_drafter, make_sample
+from helpers.drafters import BOUNDARIES, make_drafter, make_sample
+from helpers.slow_reference import MASKS, make_head, reference_loss
 from helpers.stores import write_random_store
 from helpers.tiny import make_tiny_target
 
 # ---- the loss and its gradient: one slot, one step, one key at a time, full attention, from the
 # definition
-
-
-def norm(x, weight):
-    return x / (x.square().mean() + SHAPE.rms_norm_eps).sqrt() * weight
-
-
-def rotate(x, position):
-    """RoPE of one head: the pair (x[i], x[i + d/2]) turned by position * theta^(-2i/d)."""
-    half, turned = len(x) // 2, list(x)
-    for i in range(half):
-        angle = position * SHAPE.rope_theta ** (-2 * i / len(x))
-        turned[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
-        turned[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
-    return torch.stack(turned)
-
-
-def heads(x, weight, position=None):
-    """[2H] -> list of heads, rotated where a position is given."""
-    parts = (weight @ x).split(SHAPE.head_dim)
-    return list(parts) if position is None else [rotate(part, position) for part in parts]
-
-
-def row_loss(name, log_q, p_draft, p_whole):
-    """One row, from the definitions:
-
-    `p_draft` sums to 1 over the draft vocabulary, `p_whole` over the target's whole one.
-    """
-    q = log_q.exp()
-    alpha = torch.minimum(p_whole, q).sum()
-    kl = sum(p * (p.log() - log) for p, log in zip(p_draft, log_q))
-    lam = (-3.0 * alpha.detach()).exp()
-    return {
-        "kl": -(p_draft * log_q).sum(),
-        "tv": 1 - alpha,
-        "lk_alpha": -alpha.log(),
-        "lk_lambda": lam * kl + (1 - lam) * (1 - alpha),
-    }[name]
-
-
-def reference_loss(
-    drafter, samples, head, n_steps, decay, loss_name="kl", mask_shift=1, grid=False
-):
-    """(total, loss sums, hits, slots by draft step) of the samples, packed or not being no notion
-    here.
-    """
-    weights, shape, vocab_ids = (
-        dict(drafter.named_parameters()),
-        drafter.config,
-        drafter.vocab.ids.tolist(),
-    )
-    layer = {name.removeprefix("layers.0."): w for name, w in weights.items()}
-    sums, hits, slots, rows = (
-        [torch.zeros((), dtype=torch.float64) for _ in range(n_steps)],
-        [0] * n_steps,
-        [0] * n_steps,
-        0,
-    )
-    for sample in samples:
-        ids, mask, states = (
-            sample["input_ids"].tolist(),
-            sample["loss_mask"].tolist(),
-            sample["states"],
-        )
-
-        def mixed(token, hidden):
-            return torch.cat(
-                [
-                    norm(weights["embed_tokens.weight"][token], layer["input_layernorm.weight"]),
-                    norm(hidden, layer["hidden_norm.weight"]),
-                ]
-            )
-
-        def fused(j):
-            parts = [states[b][j] for b in sorted(BOUNDARIES)]
-            if shape.fc_norm:
-                parts = [norm(part, weights[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)]
-            return weights["fc.weight"] @ torch.cat(parts)
-
-        hidden0 = [fused(j) for j in range(len(ids))]
-        x0 = [mixed(ids[j + 1], hidden0[j]) for j in range(len(ids) - 1)]
-        keys0 = [heads(x, layer["self_attn.k_proj.weight"], j) for j, x in enumerate(x0)]
-        values0 = [heads(x, layer["self_attn.v_proj.weight"]) for x in x0]
-        seen = 0  # slots up to the last one that any step of any slot reads
-        for j in range(len(ids) - 1):
-            hidden, keys, values = (
-                hidden0[j],
-                keys0[: j + 1],
-                values0[: j + 1],
-            )  # grows by the slot's own keys of the later steps
-            for s in range(n_steps):
-                if not (
-                    j + 1 + s < len(ids) and all(mask[j + mask_shift : j + mask_shift + s + 1])
-                ):
-                    break
-                seen = max(seen, j + s + 1)
-                x = mixed(ids[j + 1 + s], hidden)
-                if s:
-                    keys, values = (
-                        [*keys, heads(x, layer["self_attn.k_proj.weight"], j + s)],
-                        [*values, heads(x, layer["self_attn.v_proj.weight"])],
-                    )
-                attended = []
-                for h, q in enumerate(heads(x, layer["self_attn.q_proj.weight"], j + s)):
-                    group = h // (SHAPE.n_heads // SHAPE.n_kv_heads)
-                    p = torch.stack(
-                        [q @ k[group] / math.sqrt(SHAPE.head_dim) for k in keys]
-                    ).softmax(0)
-                    attended.append(sum(w * v[group] for w, v in zip(p, values)))
-                out = hidden + layer["self_attn.o_proj.weight"] @ torch.cat(attended)
-                normed = norm(out, layer["post_attention_layernorm.weight"])
-                gate = layer["mlp.gate_proj.weight"] @ normed
-                out = out + layer["mlp.down_proj.weight"] @ (
-                    gate / (1 + (-gate).exp()) * (layer["mlp.up_proj.weight"] @ normed)
-                )
-                hidden = norm(out, weights["norm.weight"]) if shape.norm_output else out
-                following = ids[j + 2 + s] if j + 2 + s < len(ids) else None
-                if following not in vocab_ids:
-                    continue
-                log_q = (weights["lm_head.weight"] @ norm(out, weights["norm.weight"])).log_softmax(
-                    0
-                )
-                logits = head.lm_head @ head.normed(states[max(states)][j + 1 + s])
-                sums[s] = sums[s] + row_loss(
-                    loss_name, log_q, logits[vocab_ids].softmax(0), logits.softmax(0)[vocab_ids]
-                )
-                hits[s] += vocab_ids[int(log_q.argmax())] == following
-                slots[s] += 1
-        rows += seen
-    step_weights = [decay**s for s in range(n_steps)]
-    total = sum(
-        w / sum(step_weights) * loss / max(rows if grid else n, 1)
-        for w, loss, n in zip(step_weights, sums, slots)
-    )
-    return total, [float(loss.detach()) for loss in sums], hits, slots
-
-
-class WideHead(Head):
-    """In float64."""
-
-    def normed(self, states):
-        return (
-            states / (states.square().mean(-1, keepdim=True) + self.eps).sqrt() * self.norm_weight
-        )
-
-
-def make_head():
-    g = torch.Generator().manual_seed(5)
-    weight = torch.rand(H, generator=g, dtype=torch.float64) + 0.5
-    return WideHead(weight, torch.randn(V, H, generator=g, dtype=torch.float64), 1e-5)
-
-
-MASKS = {
-    "one answer": [[0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 0]],
-    "turns": [[0, 0, 1, 1, 1, 0, 0, 1, 0, 0, 1, 1, 1, 1, 0]],
-    "cut": [[0, 0, 0, 1, 1, 1, 1, 1]],
-    "from the first token": [[1, 1, 1, 1, 1, 1, 0, 0, 1, 1]],
-    "packed": [
-        [0, 0, 0, 1, 1, 1, 1, 0, 0],
-        [0, 1, 0],
-        [0, 0, 1, 1, 1, 0, 1, 1],
-        [0, 0, 0, 0],
-        [1, 1, 1, 1, 1],
-    ],
-}
 
 
 def both_losses(masks, n_steps, decay, loss="kl", mask_shift=1, grid=False, **switches):
@@ -220,7 +56,12 @@ def both_losses(masks, n_steps, decay, loss="kl", mask_shift=1, grid=False, **sw
             )
         else:
             batch = pack(
-                list(samples.items()), BOUNDARIES, drafter.vocab, n_steps, torch.float64, mask_shift
+                list(samples.values()),
+                BOUNDARIES,
+                drafter.vocab,
+                n_steps,
+                torch.float64,
+                mask_shift,
             )
             teacher, counts = (
                 Teacher(head, drafter.vocab, torch.float64, LOSSES[loss].whole_vocab),
@@ -309,7 +150,7 @@ def test_parts_have_equal_shares_of_the_work():
     for slot_rows in (1, 12):
         work = {id: slot_rows + rows / active for id, active, rows in sizes if active}
         for n in (1, 2, 3, 7):
-            parts = deal(sizes, n, slot_rows)
+            parts = split_work(sizes, n, slot_rows)
             slots = [
                 (id, slot)
                 for part in parts
@@ -325,7 +166,7 @@ def test_parts_have_equal_shares_of_the_work():
                 sum(work[id] * (share.stop - share.start) for id, share in part) for part in parts
             ]
             assert all(abs(found - sum(of_parts) / n) <= max(work.values()) for found in of_parts)
-    assert deal([("a", 1, 9)], 2, 12)[0] == [] or deal([("a", 1, 9)], 2, 12)[1] == []
+    assert split_work([("a", 1, 9)], 2, 12)[0] == [] or split_work([("a", 1, 9)], 2, 12)[1] == []
 
 
 @pytest.mark.parametrize("n_steps", [1, 3])
@@ -339,7 +180,7 @@ def test_a_sample_that_is_cut_gives_what_it_gives_whole(n_steps):
         drafter, total, slots = make_drafter(), 0.0, 0
         for share in cuts:
             batch = pack(
-                list(samples.items()),
+                list(samples.values()),
                 BOUNDARIES,
                 drafter.vocab,
                 n_steps,
@@ -377,9 +218,7 @@ def test_order_and_packing_change_nothing():
     def losses(*packs, counts=None):
         drafter, found = make_drafter(), []
         for ids in packs:
-            batch = pack(
-                [(id, samples[id]) for id in ids], BOUNDARIES, drafter.vocab, 3, torch.float64
-            )
+            batch = pack([samples[id] for id in ids], BOUNDARIES, drafter.vocab, 3, torch.float64)
             found.append(
                 batch_loss(
                     drafter,
@@ -419,16 +258,16 @@ def test_supervised_slots_by_hand():
     """
     drafter = make_drafter()
     sample = make_sample([0, 0, 0, 1, 1, 1, 1, 0])
-    batch = pack([("a", sample)], BOUNDARIES, drafter.vocab, 3, torch.float64)
+    batch = pack([sample], BOUNDARIES, drafter.vocab, 3, torch.float64)
     assert (
         batch.active.tolist() == [2, 3, 4, 5]
         and batch.run.tolist() == [3, 3, 2, 1]
         and batch.spans == [(0, 6)]
     )
-    assert torch.equal(batch.tokens[batch.active], sample["input_ids"][3:7]) and torch.equal(
-        batch.last, sample["states"][3][3:7]
+    assert torch.equal(batch.tokens[batch.active], sample.input_ids[3:7]) and torch.equal(
+        batch.last, sample.states[3][3:7]
     )
-    assert torch.equal(batch.labels, drafter.vocab.to_draft(sample["input_ids"][4:8]))
+    assert torch.equal(batch.labels, drafter.vocab.to_draft(sample.input_ids[4:8]))
 
 
 def test_schedule_and_plan():
@@ -557,7 +396,7 @@ Path(sys.argv[4], f"judged-{ranks.RANK}").write_text(" ".join(judged))
 """
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_ranks_give_the_result_of_one(data, store, target, tmp_path, parallel, capsys):
     """With gloo on this machine, under torchrun; some steps have a single sample, so one rank has
     nothing of its own. Each judges its share of the held-out samples. A checkpoint of two ranks
@@ -687,12 +526,12 @@ def test_a_seed_repeats_bit_for_bit(data, store, target, dtype):
 KILLED = """
 import os, signal, sys
 import torch
-import eyas.training.trainer
+import eyas.training.metrics
 from eyas.config import Config
 from eyas.store.reader import Store
 from eyas.models.target import load_target
 from eyas.training.trainer import Training, train
-eyas.training.trainer.METRICS_S = 0.0  # the metrics are ahead of the last checkpoint
+eyas.training.metrics.METRICS_S = 0.0  # the metrics are ahead of the last checkpoint
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -6,6 +6,7 @@ import torch
 
 from eyas.models.drafter import Drafter, DrafterConfig
 from eyas.models.vocab import DraftVocab
+from eyas.store.sample import Sample
 
 H, V, D, BOUNDARIES = 12, 40, 15, (1, 2)
 SHAPE = DrafterConfig(
@@ -36,14 +37,11 @@ def make_drafter(seed: int = 0, **switches) -> Drafter:
     return drafter
 
 
-def make_sample(mask: list[int], seed: int = 0, n_blocks: int = 3) -> dict:
+def make_sample(mask: list[int], seed: int = 0, n_blocks: int = 3) -> Sample:
     g = torch.Generator().manual_seed(seed)
     states = {
         b: torch.randn(len(mask), H, generator=g, dtype=torch.float64)
         for b in (*BOUNDARIES, n_blocks)
     }
-    return {
-        "input_ids": torch.randint(0, V, (len(mask),), generator=g),
-        "loss_mask": torch.tensor(mask).bool(),
-        "states": states,
-    }
+    ids = torch.randint(0, V, (len(mask),), generator=g)
+    return Sample(str(seed), "train", "chat", ids, torch.tensor(mask).bool(), states)

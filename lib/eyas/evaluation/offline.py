@@ -1,24 +1,34 @@
-"""The offline estimate: what the drafter would accept on responses that are already in the store, without a target.
+"""The offline estimate: what the drafter would accept on responses in the store, without a target.
 
-    python -m eyas walk --profile smoke       # seconds, after `train`
+    python -m eyas evaluate offline --profile smoke       # seconds, after `train`
 
-Each held-out sample's last response is walked as serving would: the prefill gives its first token, then the drafter drafts `draft_length`
-tokens from the last committed slot, the drafts that equal the stored tokens are hits up to the first miss, and the walk jumps by
-hits + 1 (the bonus token). A stored token outside the draft vocabulary can never be hit. One step of the walk stands for one verify step.
+Each held-out sample's last response is walked as serving would do it:
+- The prefill gives its first token. Then the drafter drafts `draft_length` tokens from the last
+  committed slot.
+- The draft tokens that equal the stored tokens are hits, up to the first miss. The walk jumps by
+  hits + 1 (the bonus token). A stored token outside the draft vocabulary can never be hit.
+- One step of the walk stands for one verify step.
 
-What is counted, precisely. The response's tokens are P .. E-1 (the last run of the loss mask, end-of-turn token included). With token p
-the last one committed (P at first), slot p-1 drafts tokens p+1, p+2, ...; those behind E-1 are not counted as proposed. The walk ends
-when token E-1 is committed. The counts have the names and meanings of `acceptance`: proposed, reached and accepted by position.
-Every draft is free-running, so the drafter sees its own tokens and outputs and never the stored ones.
+What is counted. The response's tokens are P .. E-1: the last run of the loss mask, end-of-turn
+token included. With token p the last one committed (P at first), slot p-1 drafts tokens p+1, p+2, ...
+Those after E-1 are not counted as proposed. The walk ends when token E-1 is committed. The counts
+have the names and meanings of `eyas.evaluation.acceptance`: proposed, reached and accepted by
+position. Every draft is free-running: the drafter sees its own tokens and outputs, and never the
+stored ones.
 
-Averaging the hits over *all* slots instead (`all_slots`) is quicker to write and overstates: it stands on the easy slots inside an
-accepted run as often as on the hard ones where a run begins. It is reported beside the walk to show by how much.
+The mean of the hits over *all* slots (`all_slots`) is quicker to write and overstates: it stands on
+the easy slots inside an accepted run as often as on the hard ones where a run starts. It is
+reported beside the walk to show by how much.
 
-For sampled decoding the same walk is made in expectation (`sampled_walk`). Where the target draws from p and the drafter from q, speculative sampling
-(Leviathan et al. 2023, theorem 3.5) accepts a draft with probability sum over tokens of min(p, q). p is recomputed from the stored last state through the head, q is
-the drafter's with the stored tokens fed to it. What it assumes: the stored text, which the target chose greedily, stands for texts that it draws, and
-after an accepted draft the next state is the stored one, whatever was drawn.
+For sampled decoding the same walk is made in expectation (`sampled_walk`). Where the target draws
+from p and the drafter from q, speculative sampling (Leviathan et al. 2023, theorem 3.5) accepts a
+draft token with probability sum over tokens of min(p, q). p is recomputed from the stored last
+state through the head. q is the drafter's, with the stored tokens fed to it. It assumes that the stored
+text, which the target chose greedily, stands for texts that it draws, and that after an accepted
+draft token the next state is the stored one, whatever was drawn.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
@@ -42,29 +52,35 @@ from eyas.intervals import difference_interval, interval_text, ratio_interval
 from eyas.models.boundaries import Boundaries
 from eyas.models.drafter import Drafter
 from eyas.models.target import Head, Target
+from eyas.store.sample import Sample
 
 
 def walk(
-    drafter: Drafter, store, ids: list[str], draft_length: int, max_tok: int | None = None
+    drafter: Drafter,
+    store,
+    ids: list[str],
+    draft_length: int,
+    max_tok: int | None = None,
 ) -> pd.DataFrame:
-    """Walk the last response of each stored sample: its counts, one row a sample (see the module's head).
+    """Walk the last response of each stored sample and return its counts, one row a sample.
 
-    `all_slots` and `all_hits` are the counts of the estimate that overstates; `max_tok`: only that many tokens of each response, as decoding may be cut.
-    EyasError where a sample has no response, or the store lacks the drafter's boundaries."""
+    `all_slots` and `all_hits` are the counts of the estimate that overstates (see the module's
+    head). With `max_tok`, only that many tokens of each response count, as decoding may be cut.
+    Raise EyasError where a sample has no response, or the store lacks the drafter's boundaries.
+    """
     rows = []
     for id in ids:
-        input_ids, states, start = _response(
-            store.read(id, drafter.config.boundaries), drafter.config.boundaries, max_tok
-        )
-        hits = leading_hits(
-            drafter, input_ids, states, start, draft_length
-        )  # of slots start-1 .. end-3
+        sample = store.read(id, drafter.config.boundaries)
+        start, end = _response_span(sample, max_tok)
+        input_ids = sample.input_ids[:end]
+        states = sample.at(drafter.config.boundaries)[:end]
+        hits = leading_hits(drafter, input_ids, states, start, draft_length)
         proposed, accepted = jump(hits, draft_length)
         outside = drafter.vocab.to_draft(input_ids[start + 1 :]) < 0
         row = {
             "id": id,
             "category": store.category(id),
-            "response_tok": len(input_ids) - start,
+            "response_tok": end - start,
             "verify_steps": len(proposed),
             "drafted": int(proposed.sum()),
             "accepted": int(accepted.sum()),
@@ -86,17 +102,22 @@ def sampled_walk(
     temperature: float,
     max_tok: int | None = None,
 ) -> pd.DataFrame:
-    """The walk where target and drafter both draw their tokens at `temperature`: expected counts, one row a sample (see the module's head)."""
-    head, n_blocks, rows = store.head(), store.boundaries[-1], []
+    """Walk where target and drafter both draw their tokens at `temperature`.
+
+    Return the expected counts, one row a sample (see the module's head).
+    """
+    head, n_blocks = store.head(), store.boundaries[-1]
+    boundaries = Boundaries(drafter.config.boundaries, n_blocks)
+    rows = []
     for id in ids:
-        sample = store.read(id, Boundaries(drafter.config.boundaries, n_blocks).with_last)
-        input_ids, states, start = _response(sample, drafter.config.boundaries, max_tok)
+        sample = store.read(id, boundaries.with_last)
+        start, end = _response_span(sample, max_tok)
         chances = overlaps(
             drafter,
             head,
-            input_ids,
-            states,
-            sample["states"][n_blocks][: len(input_ids)],
+            sample.input_ids[:end],
+            sample.at(boundaries.feeding)[:end],
+            sample.states[n_blocks][:end],
             start,
             draft_length,
             temperature,
@@ -105,84 +126,53 @@ def sampled_walk(
     return pd.DataFrame(rows)
 
 
-def _response(
-    sample: dict, boundaries: tuple[int, ...], max_tok: int | None
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Token ids [E] and states [E, B*H] up to the end of a stored sample's last response (or of its first `max_tok` tokens), and where it starts."""
-    start = response_start(sample["loss_mask"].numpy())
-    end = int(sample["loss_mask"].nonzero()[-1]) + 1
-    end = end if max_tok is None else min(end, start + max_tok)
-    return (
-        sample["input_ids"][:end],
-        torch.cat([sample["states"][b] for b in boundaries], dim=-1)[:end],
-        start,
-    )
+def _response_span(sample: Sample, max_tok: int | None) -> tuple[int, int]:
+    """Return where a sample's last response starts and ends, or ends after `max_tok` tokens."""
+    start = response_start(sample.loss_mask.numpy())
+    end = int(sample.loss_mask.nonzero()[-1]) + 1
+    return start, end if max_tok is None else min(end, start + max_tok)
 
 
 @torch.inference_mode()
 def unroll(
     drafter: Drafter,
-    input_ids: torch.Tensor,
-    states: torch.Tensor,
-    start: int,
+    input_ids: torch.Tensor,  # int64 [E], up to the end of the response
+    states: torch.Tensor,  # [E, B*H]
+    start: int,  # position of the first token of the response
     draft_length: int,
-    judge,
+    judge: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Draft `draft_length` steps from each point of a response, all points in one batched pass, along the stored tokens.
+    """Draft `draft_length` steps from each point of a response, along the stored tokens.
 
-    input_ids [E] and states [E, B*H] end with the response, which begins at `start`. Point i, of E - 1 - start, is slot start - 1 + i, i.e. the
-    response's token i is the last one committed. `judge(step, points, logits)`, points int64 [R] and logits [R, D] of what is drafted as token
-    start + 1 + points + step, says which of them go on, bool [R]; those see that stored token next. Attention is training's: step s at slot j sees the
-    step-0 keys of slots <= j, as the cache of a server holds them, and the keys of the steps 1 .. s of slot j.
+    Point i, of E - 1 - start, is slot start - 1 + i: the response's token i is the last one
+    committed. All points are drafted in one batch (`Drafter.first_step`).
+
+    `judge(step, points, logits)` gets points int64 [R] and logits [R, D] of what is drafted as
+    token start + 1 + points + step. It returns which of them go on, bool [R]. Those see that stored
+    token next.
     """
-    layer, attention = drafter.layers[0], drafter.layers[0].self_attn
     states = states.to(drafter.fc.weight.device, drafter.fc.weight.dtype)
     ids = input_ids.to(states.device)
     n = len(ids) - 2  # slot j predicts token j+2
-    slots = torch.arange(start - 1, n, device=states.device)  # [R] those that draft
-    hidden = drafter.fuse(states[:n])  # [n, H]
-    x = layer.inputs(layer.input_layernorm(drafter.embed_tokens(ids[1 : n + 1])), hidden)  # [n, 2H]
-    keys, values = attention.keys_values(
-        x, torch.arange(n, device=x.device)
-    )  # [n, kv heads, head_dim]
-    own: list[
-        tuple[torch.Tensor, torch.Tensor]
-    ] = []  # keys and values of steps 1 .. s, [R, kv heads, head_dim] each
-    out, x = hidden[slots], x[slots]
+    slots = torch.arange(start - 1, n, device=states.device)  # [R]
+    out, steps = drafter.first_step(ids[1 : n + 1], drafter.fuse(states[:n]), slots)
     for step in range(draft_length):
         if step > 0:
-            out = drafter.feed_back(out)
-            x = layer.inputs(
-                layer.input_layernorm(drafter.embed_tokens(ids[slots + 1 + step])), out
-            )  # [R, 2H]
-            own.append(attention.keys_values(x, slots + step))
-        queries = attention.queries(x, slots + step).unflatten(
-            1, (keys.shape[1], -1)
-        )  # [R, kv heads, group, head_dim]
-        unseen = torch.arange(n, device=x.device) > slots[:, None]  # [R, n]
-        scores = torch.einsum("rkgd,nkd->rkgn", queries, keys).masked_fill(
-            unseen[:, None, None], -torch.inf
-        )
-        scores = torch.cat(
-            [scores, *((queries * k[:, :, None]).sum(-1, keepdim=True) for k, _ in own)], dim=-1
-        )  # [R, kv heads, group, n + step]
-        weights = (scores * queries.shape[-1] ** -0.5).softmax(-1)
-        attended = torch.einsum("rkgn,nkd->rkgd", weights[..., :n], values)
-        for i, (_, v) in enumerate(own):
-            attended = attended + weights[..., n + i, None] * v[:, :, None]
-        out = layer.finish(attended.flatten(1, 2), out)  # [R, H]
-        on = judge(step, slots - (start - 1), drafter.logits(out))
-        slots, out = slots[on], out[on]
-        own = [(k[on], v[on]) for k, v in own]
-        if not len(slots):
+            tokens = ids[steps.slots + 1 + step]
+            out = drafter.next_step(tokens, drafter.feed_back(out), steps)
+        goes_on = judge(step, steps.slots - (start - 1), drafter.logits(out))
+        out = out[goes_on]
+        steps.keep(goes_on)
+        if not len(steps.slots):
             break
 
 
 def leading_hits(
     drafter: Drafter, input_ids: torch.Tensor, states: torch.Tensor, start: int, draft_length: int
 ) -> np.ndarray:
-    """How many drafts equal the stored tokens before the first that does not, for each point of the response as in `unroll`, [E - 1 - start].
+    """Return how many draft tokens equal the stored ones before the first that does not.
 
+    The result is [E - 1 - start], for each point of the response as in `unroll`.
     A point goes on while its drafts are the stored tokens, so what it sees next is its own draft.
     """
     vocab_ids, following = (
@@ -213,10 +203,12 @@ def overlaps(
     draft_length: int,
     temperature: float = 1.0,
 ) -> np.ndarray:
-    """sum over tokens of min(p, q): the chance that a draft drawn from q is accepted, for each point and step of `unroll`, [E - 1 - start, draft_length].
+    """Return the chance that a draft token drawn from q is accepted: sum over tokens of min(p, q).
 
-    p is the target's distribution at `temperature`, from the stored last states [E, H] through the head; q is the drafter's, zero outside its
-    vocabulary. NaN where the response has no such token.
+    The result is [E - 1 - start, draft_length], for each point and step of `unroll`.
+    p is the target's distribution at `temperature`, from the stored last states [E, H] through the
+    head. q is the drafter's, and zero outside its vocabulary. The chance is NaN where the response
+    has no such token.
     """
     device = drafter.fc.weight.device
     n_points, head = len(input_ids) - 1 - start, head.to(device)
@@ -239,11 +231,13 @@ def overlaps(
 
 
 def expected_walk(chances: np.ndarray) -> dict[str, float]:
-    """The walk where each draft is accepted by chance: expected counts of one response.
+    """Return the expected counts of a walk where each draft token is accepted by chance.
 
-    `chances` [points, K] is what `overlaps` gives: the chance of draft i+1 at that point, given that those before it were accepted. v[t], the chance that a
-    verify step begins at point t, is carried along: h drafts accepted from t begin the next step at t + h + 1. Gives `verify_steps`, `accepted`,
-    reached_i and accepted_i for i = 1 .. K; and over all points alike, which overstates, `all_slots` and `all_hits`.
+    `chances` [points, K] is what `overlaps` returns: the chance of draft token i+1 at that point,
+    given that those before it were accepted. v[t] is the chance that a verify step starts at point
+    t: h draft tokens accepted from t start the next step at t + h + 1. The counts are
+    `verify_steps`, `accepted`, reached_i and accepted_i for i = 1 .. K; and over all points alike,
+    which overstates, `all_slots` and `all_hits`.
     """
     n, k = chances.shape
     begins = np.zeros(n + k + 1)  # v
@@ -273,10 +267,10 @@ def expected_walk(chances: np.ndarray) -> dict[str, float]:
 
 
 def jump(hits: np.ndarray, draft_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Walk a response: drafts that count and drafts accepted, of each verify step.
+    """Walk a response and return, of each verify step, draft tokens that count and those accepted.
 
-    `hits[i]` is for drafts made when the response's token i is the last one committed, [response tokens - 1]; the last token is never
-    drafted from, since nothing follows.
+    `hits[i]`, [response tokens - 1], is for drafts made when the response's token i is the last one
+    committed. Nothing is drafted from the last token, since nothing follows.
     """
     proposed, accepted, at = [], [], 0
     while at < len(hits):
@@ -287,7 +281,10 @@ def jump(hits: np.ndarray, draft_length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def run_walk(config: Config, drafter: Drafter, store) -> dict:
-    """Walk all held-out samples of the store and write walk.json: counts, then ratios with intervals by bootstrap over samples."""
+    """Walk all held-out samples of the store and write walk.json.
+
+    It has counts, then ratios with intervals by bootstrap over samples.
+    """
     torch.set_num_threads(config.threads)
     drafter = drafter.to(config.device).eval()
     ids = store.samples("heldout")
@@ -364,24 +361,32 @@ def against_decoding(
     prompts: list[Prompt],
     acceptance: Acceptance,
 ) -> dict:
-    """Offline minus real, paired by prompt, for as many tokens as were decoded. `prompts` are those that `acceptance` was measured with.
+    """Compare the offline estimate with real decoding, paired by prompt, and write offline.json.
 
-    "greedy" and "sampled" are over the decoded prompts whose responses the store holds, walked on those responses; "sampled_texts" is the sampled estimate
-    once more, over the very texts that were drawn, whose states the target gives in one pass. Each has the acceptance lengths "offline", "all_slots" and "decoded" (bonus
-    token included), the "difference" offline minus decoded and "all_slots_difference"; "greedy" also that of the prompts whose stored and decoded texts
-    are the same ("same_text_difference"; "same_text" counts them). A part is None where nothing can be compared: no such prompt; greedily, anything but chains.
+    `prompts` are those that `acceptance` was measured with. As many tokens count as were decoded.
 
-    What may part them: the stored text is the server's, in its dtype, and a tie sends the two texts different ways; sampled texts are others altogether.
+    - "greedy" and "sampled": the decoded prompts whose responses the store holds, walked on those
+      responses.
+    - "sampled_texts": the sampled estimate over the very texts that were drawn, whose states the
+      target computes in one pass.
+
+    Each has the acceptance lengths "offline", "all_slots" and "decoded" (bonus token included), the
+    "difference" offline minus decoded, and "all_slots_difference". "greedy" also has the difference
+    over prompts whose stored and decoded texts are the same ("same_text_difference"; "same_text"
+    counts them). A part is None where nothing can be compared: no such prompt, or, for greedy, a
+    tree of draft tokens.
+
+    What may differ: the stored text is the server's, in its dtype, and a tie sends the two texts
+    different ways. Sampled texts are other texts altogether.
     """
     stored = set(store.samples("heldout"))
     table = acceptance.prompts.assign(trace=acceptance.traces["float32"][DRAFTER])
     table = table[table["id"].isin(stored)]
     same = []
     for id, trace in zip(table["id"], table["trace"]):
-        ids, _, start = _response(
-            store.read(id, drafter.config.boundaries), drafter.config.boundaries, len(trace.tokens)
-        )
-        same.append(ids[start:].tolist() == trace.tokens)
+        sample = store.read(id, ())
+        start, end = _response_span(sample, len(trace.tokens))
+        same.append(sample.input_ids[start:end].tolist() == trace.tokens)
     same = np.array(same, dtype=bool)
     steps, n_tok, temperature = (
         config.speculative_num_steps,
@@ -433,7 +438,10 @@ def walk_texts(
     draft_length: int,
     temperature: float,
 ) -> pd.DataFrame:
-    """`sampled_walk` over texts that are in no store: the target runs once over each prompt and text, in float32. A row a text."""
+    """Return `sampled_walk` over texts that are in no store, a row a text.
+
+    The target runs once over each prompt and text, in float32.
+    """
     device = str(drafter.fc.weight.device)
     model, head, rows = load_model(target, torch.float32, device), target.head(), []
     boundaries, n_blocks = drafter.config.boundaries, target.n_blocks
@@ -465,7 +473,10 @@ def walk_texts(
 
 
 def _minus(offline: pd.DataFrame, decoded: pd.DataFrame, seed: int) -> dict:
-    """Acceptance lengths of both, row for row the same prompts, and their differences (see `against_decoding`)."""
+    """Return acceptance lengths and differences as `against_decoding` has them.
+
+    Both tables have the same prompts, row for row.
+    """
 
     def length(accepted: pd.Series, steps: pd.Series) -> tuple[np.ndarray, np.ndarray]:
         return accepted.to_numpy() + steps.to_numpy(), steps.to_numpy()
@@ -514,8 +525,11 @@ def agreement(record: dict) -> str:
         if key == "sampled" and agree.startswith("they differ"):
             agree += ": what is drawn is not the stored, greedy text"
         lines.append(
-            f"{name}: offline {interval_text(found['offline'])}, decoded {interval_text(found['decoded'])}, difference {interval_text(d)} "
-            f"over {found['prompts']} prompts: {agree}; over all slots {interval_text(found['all_slots'])}, off by {interval_text(found['all_slots_difference'])}"
+            f"{name}: offline {interval_text(found['offline'])}, "
+            f"decoded {interval_text(found['decoded'])}, difference {interval_text(d)} "
+            f"over {found['prompts']} prompts: {agree}; "
+            f"over all slots {interval_text(found['all_slots'])}, "
+            f"off by {interval_text(found['all_slots_difference'])}"
         )
     return "\n".join(lines) or "no decoded prompt has a response in the store: nothing to compare"
 
@@ -524,9 +538,13 @@ def summary(record: dict) -> str:
     """walk.json in a few lines."""
     sampled = record["sampled"]
     return (
-        f"acceptance length {interval_text(record['acceptance_length'])} (bonus token included) over {record['counts']['samples']} held-out samples, "
-        f"{record['counts']['verify_steps']} steps; outside the draft vocabulary {interval_text(record['outside_vocab'])}\n"
-        f"mean over all slots, which overstates: {interval_text(record['all_slots_acceptance_length'])}\n"
-        f"sampled at temperature {record['settings']['temperature']:g}: {interval_text(sampled['acceptance_length'])} expected; "
+        f"acceptance length {interval_text(record['acceptance_length'])} (bonus token included) "
+        f"over {record['counts']['samples']} held-out samples, "
+        f"{record['counts']['verify_steps']} steps; "
+        f"outside the draft vocabulary {interval_text(record['outside_vocab'])}\n"
+        "mean over all slots, which overstates: "
+        f"{interval_text(record['all_slots_acceptance_length'])}\n"
+        f"sampled at temperature {record['settings']['temperature']:g}: "
+        f"{interval_text(sampled['acceptance_length'])} expected; "
         f"over all slots {interval_text(sampled['all_slots_acceptance_length'])}"
     )

@@ -1,11 +1,16 @@
 """Training that continues a drafter, and what keeps a training from replacing one.
 
-    python -m eyas train -p run_name theirs -p initial_weights drafter                     # the drafter that was imported there
-    python -m eyas train -p run_name mine -p initial_weights drafter -p drafter_run theirs  # that of another run, which stays
+    # the drafter that was imported into the run
+    python -m eyas train -p run_name theirs -p initial_weights drafter
+    # the drafter of another run, which is not changed
+    python -m eyas train -p run_name mine -p initial_weights drafter -p drafter_run theirs
 
-- A run has one drafter, in `drafter.safetensors`. A training never replaces one that another command or other settings made.
-- A training that continues its own run's imported drafter keeps it first, as `imported.safetensors`, and starts from that file.
-- Shape, draft vocabulary, boundaries and norms are the drafter's. Settings that say otherwise are refused by name.
+- A run has one drafter, in `drafter.safetensors`. A training never replaces a drafter that another
+  command or other settings made.
+- A training that continues its own run's imported drafter first keeps it, as
+  `imported.safetensors`, and starts from that file.
+- Shape, draft vocabulary, boundaries and norms are the drafter's. Settings that say otherwise are
+  refused by name.
 """
 
 import fcntl
@@ -22,22 +27,18 @@ from eyas.models.drafter import FILE, IMPORTED, Drafter, load_drafter, read_reco
 from eyas.models.target import Target
 
 LOCK = ".lock"  # of a drafter folder
-OF_THE_DRAFTER = (
-    "boundaries",
-    "draft_vocab_size",
-    "fc_norm",
-    "norm_output",
-)  # settings that the drafter decides
-NOT_TRAINED = (
-    "norm_before_fc",
-    "norm_before_residual",
-    "rope_scaling",
-)  # parts that `eyas.training.ttt` does not compute
+# settings that the drafter decides
+OF_THE_DRAFTER = ("boundaries", "draft_vocab_size", "fc_norm", "norm_output")
+# parts of an imported drafter that `train` refuses
+NOT_TRAINED = ("norm_before_fc", "norm_before_residual", "rope_scaling")
 
 
 @dataclass(frozen=True)
 class Start:
-    """The drafter that a training continues. `own`: it was imported into the run that is trained."""
+    """The drafter that a training continues.
+
+    own: it was imported into the run that is trained.
+    """
 
     drafter: Drafter
     run_name: str
@@ -63,9 +64,10 @@ class Start:
 
 
 def read_start(config: Config, target: Target) -> Start | None:
-    """Return the drafter that this training continues; None where it starts from the target or at random.
+    """Return the drafter that this training continues, or None where it continues none.
 
-    EyasError: there is no such drafter; it is of another target; settings differ from what it is; a part of it cannot be trained.
+    Raise EyasError if there is no such drafter, it has another target, settings differ from what it
+    is, or a part of it cannot be trained.
     """
     if config.initial_weights != "drafter":
         return None
@@ -96,12 +98,16 @@ def _own_imported(config: Config) -> str:
     raise EyasError(
         f"initial_weights = 'drafter', but {found}",
         "an imported drafter, or drafter_run to name another run's",
-        f"python -m eyas train -p initial_weights drafter -p drafter_run NAME, or python -m eyas import-drafter FOLDER -p run_name {config.run_name}",
+        "python -m eyas train -p initial_weights drafter -p drafter_run NAME, "
+        f"or python -m eyas import-drafter FOLDER -p run_name {config.run_name}",
     )
 
 
 def _check_settings(config: Config, run_name: str, drafter: Drafter) -> None:
-    """Raise EyasError where a setting differs from what the drafter is. No boundaries in the profile: the drafter's own."""
+    """Raise EyasError where a setting differs from what the drafter is.
+
+    A profile that names no boundaries takes the drafter's.
+    """
     given = [name for name in OF_THE_DRAFTER if name != "boundaries" or config.boundaries]
     differing = [name for name in given if getattr(config, name) != getattr(drafter.config, name)]
     if not differing:
@@ -130,16 +136,18 @@ def _check_parts(run_name: str, drafter: Drafter) -> None:
     parts = [name for name in NOT_TRAINED if getattr(drafter.config, name)]
     if parts:
         raise EyasError(
-            f"the drafter of run {run_name!r} has {', '.join(parts)}, which training does not compute",
+            f"the drafter of run {run_name!r} has {', '.join(parts)}, "
+            "which training does not compute",
             "a drafter without",
             "python -m eyas train -p initial_weights target, in another run: -p run_name NAME",
         )
 
 
 def check_nothing_is_lost(config: Config, identity: dict, start: Start | None) -> None:
-    """Raise EyasError where the run has a drafter that a training from its first step would replace.
+    """Raise EyasError where this training, from its first step, would replace a drafter of the run.
 
-    `identity`: the store, the settings and the start of this training. A drafter of the very same training is made again.
+    identity: the store, the settings and the start of this training. A drafter of the very same
+    training is made again.
     """
     path = config.drafter_dir / FILE
     if not path.is_file():
@@ -152,10 +160,13 @@ def check_nothing_is_lost(config: Config, identity: dict, start: Start | None) -
             return
         folder = record["imported"]["folder"]
         raise EyasError(
-            f"the drafter of run {run!r} was imported from {folder!r}, and this training would replace it",
+            f"the drafter of run {run!r} was imported from {folder!r}, "
+            "and this training would replace it",
             "a run without a drafter, or a training that continues it",
-            f"python -m eyas train -p run_name {run} -p initial_weights drafter, which continues it and keeps it; or import it into another run "
-            f"(python -m eyas import-drafter FOLDER -p run_name ANOTHER), remove it here ({remove}), and train again",
+            f"python -m eyas train -p run_name {run} -p initial_weights drafter, "
+            "which continues it and keeps it; or import it into another run "
+            "(python -m eyas import-drafter FOLDER -p run_name ANOTHER), "
+            f"remove it here ({remove}), and train again",
         )
     made = {
         "store": record.get("store"),
@@ -169,11 +180,13 @@ def check_nothing_is_lost(config: Config, identity: dict, start: Start | None) -
     }
     if made == now:
         print(
-            f"note: run {run!r} has the drafter of this very training and no checkpoint; it is trained again and replaced at the end"
+            f"note: run {run!r} has the drafter of this very training and no checkpoint; "
+            "it is trained again and replaced at the end"
         )
         return
     raise EyasError(
-        f"run {run!r} has a drafter of another training, without a checkpoint to continue it ({_apart(made, now)})",
+        f"run {run!r} has a drafter of another training, "
+        f"without a checkpoint to continue it ({_apart(made, now)})",
         "the same training, or a run without a drafter",
         f"another run, e.g. -p run_name NAME, or {remove}",
     )
@@ -209,9 +222,10 @@ def keep_imported(config: Config, start: Start | None) -> None:
 
 
 def only_one(folder: Path) -> IO:
-    """Return the lock of a run's drafter folder, held until it is closed. EyasError where another process trains there.
+    """Return the lock of a run's drafter folder, which is held until it is closed.
 
-    A record lock: processes that this one forks do not hold it, so that it ends with the process that took it.
+    It is a record lock: processes that this one forks do not hold it, so it ends with the process
+    that took it. Raise EyasError where another process trains there.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = open(folder / LOCK, "w")

@@ -1,16 +1,30 @@
-"""The EAGLE-3 drafter in plain torch, with the semantics of SGLang's `LlamaForCausalLMEagle3` (models/llama_eagle3.py of 0.5.23).
+"""The EAGLE-3 drafter in plain torch: the one definition of what a drafter computes.
 
-Slot j stands for position j of a text: it takes the target's hidden state j and token j+1, and predicts token j+2.
+The semantics are those of SGLang's `LlamaForCausalLMEagle3` (models/llama_eagle3.py of 0.5.23).
+Slot j stands for position j of a text. It takes the target's hidden state j and token j+1, and
+predicts token j+2:
 
-    hidden [n, H] = fc([boundaries, ascending])                             fuse; for a drafted slot: the output of the slot before it (feed_back)
+    hidden [n, H] = fc([boundaries, ascending])      when drafting: the output of the step before
     x [n, 2H]     = [input_layernorm(embedding of token j+1), hidden_norm(hidden)]
-    out [n, H]    = one Llama layer: hidden + attention(x), then + MLP      RoPE position j
-    logits [n, D] = lm_head(norm(out))                                      over the draft vocabulary
+    out [n, H]    = one Llama layer: hidden + attention(x), then + MLP; RoPE position j
+    logits [n, D] = lm_head(norm(out))               over the draft vocabulary
 
-`out` before the norm is what is fed back as the hidden state of the next drafted slot, after the norm with `norm_output`; with `fc_norm` each
-boundary has an RMSNorm of its own before fc (both as SGLang names them). The embedding is the target's and stays frozen.
-Drafters that others trained may have more (`ImportedConfig`): these parts are judged here, and only an embedding of its own is trained with.
-The names of the weights are SGLang's. Axes: n slots, B boundaries, H hidden size, V target vocabulary, D draft vocabulary.
+Three callers run this layer. They differ in what a slot attends to:
+
+- `Drafter.extend` is serving. A slot sees every slot before it (`DraftCache`), or a tree of them.
+- `Drafter.first_step` and `Drafter.next_step` run K draft steps from many slots of one text at once
+  (`DraftSteps`). The offline estimate (`eyas.evaluation.offline`) and the slow training pass
+  (`eyas.training.reference`) use them.
+- `eyas.training.steps` is the fast training pass: the same steps over many texts, with gradients
+  written by hand. `tests/test_forward.py` proves that it equals this module.
+
+- `out` before the norm is the hidden state of the next drafted slot; after it with `norm_output`.
+- With `fc_norm` each boundary has its own RMSNorm before fc. SGLang uses the same two names.
+- The embedding is the target's and stays frozen.
+- Drafters that others trained may have more parts (`ImportedConfig`). They can be evaluated here.
+
+The names of the weights are SGLang's. Axes: n slots, B boundaries, H hidden size, V target
+vocabulary, D draft vocabulary, R slots that draft.
 """
 
 import dataclasses
@@ -32,6 +46,7 @@ from eyas.models.vocab import DraftVocab, check_size
 FILE = "drafter.safetensors"
 BEST = "best.safetensors"  # of the longest held-out acceptance
 IMPORTED = "imported.safetensors"  # the imported drafter that a training in its run continued
+SCALED_ROPE = ("linear", "llama3", "yarn")  # kinds that do not depend on the length of the text
 
 
 @dataclass(frozen=True)
@@ -52,7 +67,7 @@ class DrafterConfig:
     boundaries: tuple[int, ...]
     fc_norm: bool = False
     norm_output: bool = False
-    # not fields: what `ImportedConfig` has beside these, and training does not do
+    # not fields: parts of `ImportedConfig` that a training does not start with
     norm_before_fc = norm_before_residual = own_embedding = False
     rope_scaling = None
 
@@ -65,7 +80,10 @@ class DrafterConfig:
         fc_norm: bool = False,
         norm_output: bool = False,
     ) -> "DrafterConfig":
-        """A layer of the target's own size. EyasError: boundaries outside 0..N; D larger than the vocabulary."""
+        """Return the shape of a drafter whose layer has the target's own size.
+
+        Raise EyasError for boundaries outside 0..N, or D larger than the vocabulary.
+        """
         check_boundaries(boundaries, target.n_blocks)
         check_size(draft_vocab_size, target.vocab_size)
         text = target.config.get("text_config", target.config)
@@ -91,90 +109,75 @@ class DrafterConfig:
 
 @dataclass(frozen=True)
 class ImportedConfig(DrafterConfig):
-    """The shape of a drafter that others trained, with the parts that SGLang or speculators have and our training does not start with."""
+    """The shape of a drafter that others trained, with parts that our training does not start with.
 
-    norm_before_fc: bool = (
-        False  # one RMSNorm over all boundaries together before fc (SGLang, speculators)
-    )
-    norm_before_residual: bool = (
-        False  # the residual stream starts at the normed hidden state (speculators, vLLM)
-    )
-    own_embedding: bool = False  # its embedding is not the target's (vLLM uses it; SGLang only where the hidden sizes differ)
-    rope_scaling: dict | None = None  # of type linear, llama3 or yarn, as Hugging Face has it
+    norm_before_fc: one RMSNorm over all boundaries together before fc (SGLang, speculators).
+    norm_before_residual: the residual stream starts at the normed hidden state (speculators, vLLM).
+    own_embedding: its embedding is not the target's. vLLM uses it; SGLang only uses it where the
+        hidden sizes differ.
+    rope_scaling: of a kind in SCALED_ROPE, as Hugging Face writes it.
+    """
+
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    own_embedding: bool = False
+    rope_scaling: dict | None = None
+
+
+def rms_norm(
+    x: torch.Tensor,  # [..., H]
+    weight: torch.Tensor,  # [H]
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the RMSNorm of x, [..., H] in `dtype`, and the factor of each row, [..., 1].
+
+    It is computed in the dtype of x. The fast training pass needs the factor for its gradient.
+    """
+    size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale = (size.square() / x.shape[-1] + eps).rsqrt()
+    return (x * scale).mul_(weight).to(dtype), scale
 
 
 class RMSNorm(nn.Module):
-    """As Llama's: computed in float32 (float64 for float64 input), given back in the dtype of the input."""
+    """Llama's RMSNorm, computed in float32 (float64 for float64 input), returned as the input's."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (
-            wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight
-        ).to(x.dtype)
+        return rms_norm(wide, self.weight, self.eps, x.dtype)[0]
 
 
-class Attention(nn.Module):
-    """The four projections of an EAGLE-3 layer (q, k and v take 2H) and RoPE; which slots attend to which is the caller's business."""
-
-    def __init__(self, config: DrafterConfig):
-        super().__init__()
-        self.config = config
-        self.q_proj = nn.Linear(
-            2 * config.hidden_size, config.n_heads * config.head_dim, bias=False
-        )
-        self.k_proj = nn.Linear(
-            2 * config.hidden_size, config.n_kv_heads * config.head_dim, bias=False
-        )
-        self.v_proj = nn.Linear(
-            2 * config.hidden_size, config.n_kv_heads * config.head_dim, bias=False
-        )
-        self.o_proj = nn.Linear(config.n_heads * config.head_dim, config.hidden_size, bias=False)
-        self.scaled_rope = scaled_rope(config) if config.rope_scaling else None
-
-    def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """x [n, 2H], positions [n] -> [n, heads, head_dim], rotated."""
-        return self._rotate(self.q_proj(x).unflatten(-1, (self.config.n_heads, -1)), positions)
-
-    def keys_values(
-        self, x: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [n, 2H], positions [n] -> keys (rotated) and values, [n, kv heads, head_dim] each."""
-        keys = self._rotate(self.k_proj(x).unflatten(-1, (self.config.n_kv_heads, -1)), positions)
-        return keys, self.v_proj(x).unflatten(-1, (self.config.n_kv_heads, -1))
-
-    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """RoPE in Llama's (neox) form, computed in float32 (float64 for float64 input). x [n, heads, head_dim]."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        half = self.config.head_dim // 2
-        if self.scaled_rope is None:
-            frequencies, factor = (
-                self.config.rope_theta ** -(torch.arange(half, dtype=wide, device=x.device) / half),
-                1.0,
-            )  # [head_dim/2]
-        else:
-            frequencies, factor = self.scaled_rope[0].to(x.device, wide), self.scaled_rope[1]
-        angles = (positions.to(wide)[:, None] * frequencies)[:, None, :]  # [n, 1, head_dim/2]
-        cos, sin = angles.cos() * factor, angles.sin() * factor
-        a, b = x.to(wide).split(half, dim=-1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+def apply_rope(
+    x: torch.Tensor,  # [n, heads, head_dim]
+    cos: torch.Tensor,  # [n, 1, head_dim / 2]
+    sin: torch.Tensor,  # [n, 1, head_dim / 2]
+) -> torch.Tensor:
+    """Return x rotated by RoPE in Llama's (neox) form. With -sin it is the gradient of that."""
+    a, b = x.chunk(2, dim=-1)
+    left = torch.addcmul(a * cos, b, sin, value=-1)
+    right = torch.addcmul(b * cos, a, sin)
+    return torch.cat([left, right], dim=-1)
 
 
 def scaled_rope(config: DrafterConfig) -> tuple[torch.Tensor, float]:
-    """Frequencies [head_dim/2] and the factor on cos and sin of a scaled RoPE, as transformers computes them. EyasError for a kind that depends on the text's length."""
+    """Return frequencies [head_dim / 2] of a scaled RoPE and its factor on cos and sin.
+
+    Both are those of transformers. Raise EyasError for a kind that depends on the text's length.
+    """
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    kind = config.rope_scaling.get("rope_type", config.rope_scaling.get("type"))
-    if kind not in ("linear", "llama3", "yarn"):
+    scaling = config.rope_scaling
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind not in SCALED_ROPE:
         raise EyasError(f"a drafter with RoPE of type {kind!r}", "default, linear, llama3 or yarn")
-    parameters = {name: value for name, value in config.rope_scaling.items() if name != "type"} | {
-        "rope_type": kind,
-        "rope_theta": config.rope_theta,
-    }
+    parameters = {name: value for name, value in scaling.items() if name != "type"}
+    parameters |= {"rope_type": kind, "rope_theta": config.rope_theta}
     llama = LlamaConfig(
         hidden_size=config.hidden_size,
         num_attention_heads=config.n_heads,
@@ -183,6 +186,61 @@ def scaled_rope(config: DrafterConfig) -> tuple[torch.Tensor, float]:
         rope_parameters=parameters,
     )
     return ROPE_INIT_FUNCTIONS[kind](llama, torch.device("cpu"))
+
+
+class Attention(nn.Module):
+    """The four projections of an EAGLE-3 layer (q, k and v read 2H) and its RoPE.
+
+    Which slots attend to which is decided by the caller.
+    """
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.config = config
+        width = 2 * config.hidden_size
+        q_size = config.n_heads * config.head_dim
+        kv_size = config.n_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(width, q_size, bias=False)
+        self.k_proj = nn.Linear(width, kv_size, bias=False)
+        self.v_proj = nn.Linear(width, kv_size, bias=False)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.scaled_rope = scaled_rope(config) if config.rope_scaling else None
+
+    def rope_tables(
+        self,
+        positions: torch.Tensor,  # [n]
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin of these positions, [n, 1, head_dim / 2] each, for `apply_rope`."""
+        half = self.config.head_dim // 2
+        device = positions.device
+        if self.scaled_rope is None:
+            exponents = torch.arange(half, dtype=dtype, device=device) / half
+            frequencies = self.config.rope_theta**-exponents
+            factor = 1.0
+        else:
+            frequencies = self.scaled_rope[0].to(device, dtype)
+            factor = self.scaled_rope[1]
+        angles = positions.to(dtype)[:, None, None] * frequencies
+        return angles.cos() * factor, angles.sin() * factor
+
+    def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the rotated queries [n, heads, head_dim] of x [n, 2H] at `positions` [n]."""
+        return self._rotate(self.q_proj(x).unflatten(-1, (self.config.n_heads, -1)), positions)
+
+    def keys_values(
+        self,
+        x: torch.Tensor,  # [n, 2H]
+        positions: torch.Tensor,  # [n]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rotated keys and the values, [n, kv heads, head_dim] each."""
+        keys = self._rotate(self.k_proj(x).unflatten(-1, (self.config.n_kv_heads, -1)), positions)
+        return keys, self.v_proj(x).unflatten(-1, (self.config.n_kv_heads, -1))
+
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Apply RoPE to x [n, heads, head_dim] in float32 (float64 for float64 input)."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return apply_rope(x.to(wide), *self.rope_tables(positions, wide)).to(x.dtype)
 
 
 class MLP(nn.Module):
@@ -197,7 +255,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One Llama layer whose attention reads [normed embedding, normed hidden] and whose residual stream is the hidden state."""
+    """One Llama layer. Attention reads [normed embedding, normed hidden] and adds to hidden."""
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
@@ -208,24 +266,36 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.norm_before_residual = config.norm_before_residual
 
-    def inputs(self, normed_embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Embeddings after `input_layernorm` [n, H] and hidden states [n, H] -> [n, 2H], what the projections read."""
-        return torch.cat([normed_embeds, self.hidden_norm(hidden)], dim=-1)
+    def inputs(
+        self,
+        embeds: torch.Tensor,  # [n, H]
+        hidden: torch.Tensor,  # [n, H]
+    ) -> torch.Tensor:
+        """Return what the projections read, [n, 2H]."""
+        return torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], dim=-1)
 
-    def finish(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """attended [n, heads, head_dim] and the residual stream [n, H] -> the raw output [n, H]."""
-        hidden = (
-            self.hidden_norm(hidden) if self.norm_before_residual else hidden
-        ) + self.self_attn.o_proj(attended.flatten(-2))
+    def finish(
+        self,
+        attended: torch.Tensor,  # [n, heads, head_dim]
+        hidden: torch.Tensor,  # [n, H]
+    ) -> torch.Tensor:
+        """Return the raw output [n, H] of the layer, from its attention and its residual."""
+        if self.norm_before_residual:
+            hidden = self.hidden_norm(hidden)
+        hidden = hidden + self.self_attn.o_proj(attended.flatten(-2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class DraftCache:
-    """Keys and values of the slots seen so far, [kv heads, capacity, head_dim], of which the first `length` count."""
+    """Keys and values of the slots seen so far, for serving.
+
+    They have the shape [kv heads, capacity, head_dim]. The first `length` slots count.
+    """
 
     def __init__(self):
         self.length = 0
-        self._keys = self._values = torch.empty(0, 0, 0)
+        self._keys = torch.empty(0, 0, 0)
+        self._values = torch.empty(0, 0, 0)
 
     def truncate(self, length: int) -> None:
         """Forget the slots from `length` on."""
@@ -233,19 +303,60 @@ class DraftCache:
             raise ValueError(f"cannot truncate a cache of {self.length} slots to {length}")
         self.length = length
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add n slots, [n, kv heads, head_dim] each; gives all keys and values, [kv heads, length, head_dim]."""
+    def append(
+        self,
+        keys: torch.Tensor,  # [n, kv heads, head_dim]
+        values: torch.Tensor,  # [n, kv heads, head_dim]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add n slots and return all keys and values, [kv heads, length, head_dim] each."""
         length = self.length + len(keys)
         if length > self._keys.shape[1]:
-            grown = [keys.new_empty(keys.shape[1], 2 * length, keys.shape[2]) for _ in range(2)]
-            for new, old in zip(grown, (self._keys, self._values)):
-                if self.length:
-                    new[:, : self.length] = old[:, : self.length]
-            self._keys, self._values = grown
+            self._keys = self._grown(self._keys, keys, 2 * length)
+            self._values = self._grown(self._values, values, 2 * length)
         self._keys[:, self.length : length] = keys.transpose(0, 1)
         self._values[:, self.length : length] = values.transpose(0, 1)
         self.length = length
         return self._keys[:, :length], self._values[:, :length]
+
+    def _grown(self, old: torch.Tensor, like: torch.Tensor, capacity: int) -> torch.Tensor:
+        new = like.new_empty(like.shape[1], capacity, like.shape[2])
+        if self.length:
+            new[:, : self.length] = old[:, : self.length]
+        return new
+
+
+@dataclass
+class DraftSteps:
+    """What the draft steps of one text attend to. `Drafter.first_step` makes it.
+
+    Step s at slot j sees the keys of step 0 of the slots up to j, as the cache of a server holds
+    them, and the keys of the steps 1 .. s of slot j itself.
+    """
+
+    slots: torch.Tensor  # int64 [R], those that draft
+    keys: torch.Tensor  # [n, kv heads, head_dim], step 0 of all slots of the text
+    values: torch.Tensor  # [n, kv heads, head_dim]
+    own: list[tuple[torch.Tensor, torch.Tensor]]  # of steps 1 .. s, [R, kv heads, head_dim] each
+
+    def keep(self, chosen: torch.Tensor) -> None:
+        """Go on with these of the slots that draft; chosen: bool [R]."""
+        self.slots = self.slots[chosen]
+        self.own = [(keys[chosen], values[chosen]) for keys, values in self.own]
+
+    def attend(self, queries: torch.Tensor) -> torch.Tensor:
+        """Return the attention of the slots that draft, [R, heads, head_dim], as the queries."""
+        n, kv_heads, head_dim = self.keys.shape
+        queries = queries.unflatten(1, (kv_heads, -1))  # [R, kv heads, group, head_dim]
+        unseen = torch.arange(n, device=queries.device) > self.slots[:, None]  # [R, n]
+        scores = torch.einsum("rkgd,nkd->rkgn", queries, self.keys)
+        scores = scores.masked_fill(unseen[:, None, None], -torch.inf)
+        own = [(queries * keys[:, :, None]).sum(-1, keepdim=True) for keys, _ in self.own]
+        scores = torch.cat([scores, *own], dim=-1)  # [R, kv heads, group, n + s]
+        weights = (scores * head_dim**-0.5).softmax(-1)
+        attended = torch.einsum("rkgn,nkd->rkgd", weights[..., :n], self.values)
+        for i, (_, values) in enumerate(self.own):
+            attended = attended + weights[..., n + i, None] * values[:, :, None]
+        return attended.flatten(1, 2)
 
 
 class Drafter(nn.Module):
@@ -259,29 +370,22 @@ class Drafter(nn.Module):
                 f"{config.draft_vocab_size} of {config.vocab_size}",
             )
         self.config, self.vocab = config, vocab
+        eps = config.rms_norm_eps
+        fused_size = len(config.boundaries) * config.target_hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_tokens.weight.requires_grad_(False)
-        self.fc = nn.Linear(
-            len(config.boundaries) * config.target_hidden_size, config.hidden_size, bias=False
-        )
-        self.input_norm = (
-            RMSNorm(len(config.boundaries) * config.target_hidden_size, config.rms_norm_eps)
-            if config.norm_before_fc
-            else None
-        )
-        self.fc_norm = (
-            nn.ModuleList(
-                [RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.boundaries]
-            )
-            if config.fc_norm
-            else None
-        )
+        self.fc = nn.Linear(fused_size, config.hidden_size, bias=False)
+        self.input_norm = RMSNorm(fused_size, eps) if config.norm_before_fc else None
+        self.fc_norm = None
+        if config.fc_norm:
+            norms = [RMSNorm(config.target_hidden_size, eps) for _ in config.boundaries]
+            self.fc_norm = nn.ModuleList(norms)
         self.layers = nn.ModuleList([Layer(config)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's states, boundaries concatenated in ascending order [n, B*H] -> hidden [n, H]."""
+        """Return hidden [n, H] of the target's states [n, B*H], boundaries in ascending order."""
         if self.input_norm is not None:
             states = self.input_norm(states)
         if self.fc_norm is not None:
@@ -290,43 +394,65 @@ class Drafter(nn.Module):
         return self.fc(states)
 
     def feed_back(self, out: torch.Tensor) -> torch.Tensor:
-        """Raw output [n, H] of a slot -> the hidden state [n, H] of the slot drafted next."""
+        """Return the hidden state [n, H] that the next step reads, from a raw output [n, H]."""
         return self.norm(out) if self.config.norm_output else out
+
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        """Return logits over the draft vocabulary [m, D] of raw outputs [m, H]."""
+        return self.lm_head(self.norm(out))
 
     def extend(
         self,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
+        token_ids: torch.Tensor,  # int64 [n], token j+1 of each slot j
+        hidden: torch.Tensor,  # [n, H], fused states, or what the slot before fed back
         cache: DraftCache,
-        positions: torch.Tensor | None = None,
-        seen: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,  # [n]
+        seen: torch.Tensor | None = None,  # bool [n, length of the cache with these slots]
     ) -> torch.Tensor:
-        """Run n more slots, which attend to all slots before them and to themselves; their keys and values join the cache.
+        """Run n more slots and return their raw outputs [n, H]. Their keys and values are cached.
 
-        token_ids: int64 [n], token j+1 of each slot j; hidden [n, H]: fused states, or what the slot before fed back. Gives the raw output [n, H].
-        The slots of a tree come with their `positions` [n] and with what they attend to, `seen`: bool [n, length of the cache with them].
+        They attend to all slots before them and to themselves. The slots of a tree come with their
+        `positions` and with what they attend to, `seen`.
         """
         layer, start = self.layers[0], cache.length
         if positions is None:
             positions = torch.arange(start, start + len(token_ids), device=hidden.device)  # [n]
-        x = layer.inputs(layer.input_layernorm(self.embed_tokens(token_ids)), hidden)  # [n, 2H]
+        x = layer.inputs(self.embed_tokens(token_ids), hidden)  # [n, 2H]
         queries = layer.self_attn.queries(x, positions).transpose(0, 1)  # [heads, n, head_dim]
-        keys, values = cache.append(
-            *layer.self_attn.keys_values(x, positions)
-        )  # [kv heads, length, head_dim]
-        mask = (
-            seen
-            if seen is not None
-            else torch.arange(cache.length, device=hidden.device) <= positions[:, None]
-        )  # [n, length]
+        keys, values = cache.append(*layer.self_attn.keys_values(x, positions))
+        if seen is None:
+            seen = torch.arange(cache.length, device=hidden.device) <= positions[:, None]
         attended = F.scaled_dot_product_attention(
-            queries[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
-        )[0]
+            queries[None], keys[None], values[None], attn_mask=seen, enable_gqa=True
+        )[0]  # [heads, n, head_dim]
         return layer.finish(attended.transpose(0, 1), hidden)
 
-    def logits(self, out: torch.Tensor) -> torch.Tensor:
-        """Raw output [m, H] -> logits over the draft vocabulary [m, D]."""
-        return self.lm_head(self.norm(out))
+    def first_step(
+        self,
+        token_ids: torch.Tensor,  # int64 [n], token j+1 of every slot j of a text
+        hidden: torch.Tensor,  # [n, H], its fused states
+        slots: torch.Tensor,  # int64 [R], those that draft
+    ) -> tuple[torch.Tensor, DraftSteps]:
+        """Run step 0 and return the raw outputs [R, H] of the slots that draft, and their keys."""
+        layer = self.layers[0]
+        x = layer.inputs(self.embed_tokens(token_ids), hidden)  # [n, 2H]
+        positions = torch.arange(len(x), device=x.device)
+        steps = DraftSteps(slots, *layer.self_attn.keys_values(x, positions), own=[])
+        queries = layer.self_attn.queries(x[slots], slots)
+        return layer.finish(steps.attend(queries), hidden[slots]), steps
+
+    def next_step(
+        self,
+        token_ids: torch.Tensor,  # int64 [R], token j+1+s of each slot j that drafts
+        hidden: torch.Tensor,  # [R, H], what the step before fed back
+        steps: DraftSteps,
+    ) -> torch.Tensor:
+        """Run step s = 1, 2, ... and return its raw outputs [R, H]."""
+        layer = self.layers[0]
+        x = layer.inputs(self.embed_tokens(token_ids), hidden)  # [R, 2H]
+        positions = steps.slots + len(steps.own) + 1
+        steps.own.append(layer.self_attn.keys_values(x, positions))
+        return layer.finish(steps.attend(layer.self_attn.queries(x, positions)), hidden)
 
 
 def initial_drafter(
@@ -337,12 +463,17 @@ def initial_drafter(
     from_target: bool = True,
     last_rms: float = 1.0,
 ) -> Drafter:
-    """A drafter to start training from, in float32: the target's last block, final norm and head where the shapes agree.
+    """Return a drafter to start training from, in float32.
 
-    The hidden half of q, k and v starts as the last block's (it reads hidden states already), the embedding half at zero; fc passes the
-    last boundary through (times `last_rms`, the root mean square of its states, where a norm before fc has taken that away); the head is the
-    target's rows of the draft vocabulary. What the target has no such weight for (an MoE's MLP, another attention) stays random, by `seed`;
-    with `from_target` false everything does but the embedding.
+    It takes from the target what has the same shape:
+    - The target's last block, final norm, and rows of the head for the draft vocabulary.
+    - The hidden half of q, k and v: the last block's, which reads hidden states already. The
+      embedding half is zero.
+    - fc passes the last boundary through. Where a norm before fc has taken the size away, it is
+      multiplied by `last_rms`, the root mean square of the states of that boundary.
+
+    What the target has no such weight for (an MoE's MLP, another attention) stays random, by
+    `seed`. With `from_target` false everything but the embedding is random.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -375,9 +506,11 @@ def initial_drafter(
 
 
 def save_drafter(drafter: Drafter, folder: Path, record: dict, name: str = FILE) -> Path:
-    """Write the drafter as one file, whole or absent: the trained weights, the ids of its vocabulary, its shape and `record` (what it was made from).
+    """Write the drafter as one file, whole or absent, and return its path.
 
-    The target's embedding is left out. `record["target"]`, with name and fingerprint, is what `load_drafter` compares. Gives the file's path.
+    The file holds the trained weights, the ids of the vocabulary, the shape, and `record`: what the
+    drafter was made from. The target's embedding is left out. `load_drafter` compares
+    `record["target"]`, name and fingerprint, with its target.
     """
     weights = {
         name: tensor.detach().cpu().contiguous()
@@ -394,18 +527,24 @@ def save_drafter(drafter: Drafter, folder: Path, record: dict, name: str = FILE)
 
 
 def read_record(folder: Path, name: str = FILE) -> dict:
-    """What `save_drafter` was told. EyasError where there is no drafter."""
+    """Return the record that `save_drafter` wrote. Raise EyasError where there is no drafter."""
     return _read_metadata(Path(folder) / name)["record"]
 
 
 def load_drafter(folder: Path, target: Target, name: str = FILE) -> Drafter:
-    """The drafter that training or an import saved, with the target's embedding if it has none of its own, in float32. EyasError: none there, a torn file, another target's, another shape."""
+    """Return the drafter that a training or an import saved, in float32.
+
+    It gets the target's embedding if it has none of its own. Raise EyasError for a missing or torn
+    file, a drafter of another target, or weights of another shape.
+    """
     path = Path(folder) / name
     described = _read_metadata(path)
     made_for = described["record"].get("target", {})
     if made_for.get("fingerprint") != target.fingerprint:
+        fingerprint = str(made_for.get("fingerprint"))[:12]
         raise EyasError(
-            f"the drafter was trained for another target: {made_for.get('name')} ({str(made_for.get('fingerprint'))[:12]}...)",
+            "the drafter was trained for another target: "
+            f"{made_for.get('name')} ({fingerprint}...)",
             f"{target.name} ({target.fingerprint[:12]}...)",
             "train one for this target: python -m eyas train -p run_name NAME",
         )
@@ -440,7 +579,8 @@ def _read_metadata(path: Path) -> dict:
         raise EyasError(
             f"no drafter in {path.parent.name!r} of run {run!r}",
             f"a {FILE}",
-            f"python -m eyas train -p run_name {run}; one that others trained: python -m eyas import-drafter FOLDER -p run_name {run}",
+            f"python -m eyas train -p run_name {run}; one that others trained: "
+            f"python -m eyas import-drafter FOLDER -p run_name {run}",
         )
     try:
         with safe_open(path, framework="pt") as file:

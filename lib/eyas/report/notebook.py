@@ -232,7 +232,7 @@ def advice(problem: dict, again: str, log: str, settings: dict) -> str:
     smaller = ""
     if less:
         smaller = (
-            f", or take less of {' or '.join(less)} (`python -m eyas profile` says what each does)"
+            f", or take less of {' or '.join(less)} (`python -m eyas settings` says what each does)"
         )
     memory = (
         f"memory ran out: this machine has {bytes_text(psutil.virtual_memory().total)}; "

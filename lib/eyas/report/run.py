@@ -97,7 +97,7 @@ def run_report(
         raise EyasError(
             f"no notebook reads the setting {', '.join(unread)}",
             "a setting that some notebook reads",
-            "python -m eyas profile --explain",
+            "python -m eyas settings",
         )
     for path in chosen:
         _check_kernelspec(path)

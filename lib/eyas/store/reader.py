@@ -41,6 +41,7 @@ from eyas.errors import EyasError
 from eyas.files import is_sealed, read_json, sha256_json, write_atomic
 from eyas.models.boundaries import tensor_name
 from eyas.models.target import Head
+from eyas.store.sample import Sample
 
 FORMAT = "eyas-store-3"
 COLUMNS = {
@@ -80,18 +81,7 @@ class Planned:
     topic: str = ""
 
 
-@dataclass
-class Rows:
-    """Hold one sample that is to be written. states: {boundary: [T, H]}."""
-
-    id: str
-    split: str
-    category: str
-    input_ids: torch.Tensor  # int64 [T]
-    loss_mask: torch.Tensor  # bool [T]
-    states: dict[int, torch.Tensor]
-    truncated: bool = False
-    topic: str = ""
+Rows = Sample  # the name that writers of a store still use
 
 
 def to_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,11 +203,11 @@ class Store:
             raise EyasError(f"sample {id!r} is not in the store", "", "python -m eyas verify")
         return self._row[id]
 
-    def read(self, id: str, boundaries: tuple[int, ...] | None = None) -> dict:
-        """Return {"input_ids": int64 [T], "loss_mask": bool [T], "states": {b: [T, H]}}.
+    def read(self, id: str, boundaries: tuple[int, ...] | None = None) -> Sample:
+        """Return one sample with its states at these boundaries, or at all that the store has.
 
-        Only the bytes of this sample and these boundaries are read (memory map). States of an fp8
-        store are returned in bfloat16.
+        Only these bytes are read (memory map). fp8 states are returned in bfloat16. Raise EyasError
+        for a sample or a boundary that the store does not have, or a shard that cannot be read.
         """
         row = self._extracted(self.row(id))
         missing = set(boundaries or ()) - set(self.boundaries)
@@ -233,7 +223,16 @@ class Store:
         states = {b: stored[tensor_name(b)] for b in boundaries}  # [T, H] each
         if self.manifest["dtype"] == "float8_e4m3fn":
             states = {b: from_fp8(rows, stored[f"scale_{b}"]) for b, rows in states.items()}
-        return {"input_ids": stored["input_ids"], "loss_mask": mask, "states": states}
+        return Sample(
+            row["id"],
+            row["split"],
+            row["category"],
+            stored["input_ids"],
+            mask,
+            states,
+            bool(row["truncated"]),
+            row["topic"],
+        )
 
     def texts(self, ids: list[str]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Yield (id, input_ids int64 [T], loss_mask bool [T]) of each sample, shard by shard.

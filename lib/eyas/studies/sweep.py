@@ -1,6 +1,6 @@
 """Train many drafters from one store in parallel.
 
-    python -m eyas sweep --profile layers    # the trainings of notebook 06, half an hour on 2 cores
+    python -m eyas study layers --profile layers    # the trainings of notebook 06, half an hour on 2 cores
 
 Each training is a papermill run of one notebook with changed settings, on Ray. The same command
 resumes the sweep where it stopped.
@@ -120,7 +120,9 @@ class Member:
         """
         if not self.finished:
             raise EyasError(
-                f"the training with {self} is not finished", "one that is", "python -m eyas sweep"
+                f"the training with {self} is not finished",
+                "one that is",
+                "python -m eyas study layers",
             )
         return read_parquet(self.counts_path)
 
@@ -186,9 +188,9 @@ class Sweep:
                 f"{self.path.name} does not declare the setting {', '.join(unknown)}",
                 "a name in its parameters cell",
             )
-        own = {name: getattr(self.config, name) for name in self._declared}
+        sweep_settings = {name: getattr(self.config, name) for name in self._declared}
         threads = {"threads": threads_each(self.config)}
-        config = Config.create(**(own | threads | settings))
+        config = Config.create(**(sweep_settings | threads | settings))
         parameters = {name: plain(getattr(config, name)) for name in self._declared}
         identity = {
             "notebook": self._notebook_code,
@@ -354,7 +356,7 @@ class Sweep:
                     raise EyasError(
                         f"Ray did not start in {STARTS} times 30 s",
                         "a machine with a core to spare",
-                        "python -m eyas sweep, when it is less busy",
+                        "python -m eyas study layers, when it is less busy",
                     ) from None
 
     def _shut_down(self, ray) -> None:
@@ -443,7 +445,7 @@ def keep(config: Config, counts: pd.DataFrame) -> Path:
         raise EyasError(
             "trainer, drafter or walk were edited while the sweep ran",
             "the code that it started with",
-            "python -m eyas sweep, which trains again what the new code changes",
+            "python -m eyas study layers, which trains again what the new code changes",
         )
     path = write_atomic(
         config.out_dir / "counts.parquet", lambda path: counts.to_parquet(path, index=False)
@@ -513,13 +515,16 @@ def code_hash() -> str:
         head_loss,
         losses,
         operators,
+        preparation,
+        reference,
         schedule,
         steps,
         trainer,
         ttt,
     )
 
-    training = (attention, batch, head_loss, losses, operators, schedule, steps, trainer, ttt)
+    training = (attention, batch, head_loss, losses, operators, preparation, reference)
+    training += (schedule, steps, trainer, ttt)
     parts = (
         drafter,
         mixture,

@@ -1,4 +1,8 @@
-"""Attention of the drafter over a pack: the keys of step 0 through the fused kernel, joined with the slot's own keys."""
+"""The fast training pass's attention over the keys of step 0, through the fused kernel.
+
+It returns the log-sum-exp of its scores. `eyas.training.steps` needs it to join each slot's own
+keys of the later steps.
+"""
 
 from dataclasses import dataclass
 
@@ -6,61 +10,68 @@ import torch
 
 from eyas.training.batch import Batch
 
-FUSED_ON = (
-    "cpu",
-)  # devices with the fused attention kernel that gives its log-sum-exp; plain products elsewhere
+# devices with the fused attention kernel that returns its log-sum-exp; plain products elsewhere
+FUSED_ON = ("cpu",)
 
 
-class Attention:
-    """Causal attention of the active slots over the keys of step 0, within each sample, for all steps of a pack.
+class PackedAttention:
+    """Causal attention of the active slots over the keys of step 0, within each sample of a pack.
 
-    Samples of about the same length go through the kernel together, padded to the longest of them; heads that share keys are rows of one head.
-    keys, values [S, kv heads, head_dim].
+    All draft steps use it. Samples of about the same length go through the kernel together, padded
+    to the longest of them. Heads that share keys are rows of one head.
     """
 
-    def __init__(self, batch: Batch, keys: torch.Tensor, values: torch.Tensor, group: int):
-        self.group, self.scale, self.like, self.parts = group, keys.shape[-1] ** -0.5, keys, []
+    def __init__(
+        self,
+        batch: Batch,
+        keys: torch.Tensor,  # [S, kv heads, head_dim]
+        values: torch.Tensor,  # [S, kv heads, head_dim]
+        group: int,  # heads that share keys
+    ):
+        self.group = group
+        self.scale = keys.shape[-1] ** -0.5
+        self.like = keys
+        self.parts: list[Part] = []
         device = keys.device
-        ends = torch.searchsorted(
-            batch.active, torch.tensor([end for _, end in batch.spans], device=device)
-        ).tolist()
+        span_ends = torch.tensor([end for _, end in batch.spans], device=device)
+        ends = torch.searchsorted(batch.active, span_ends).tolist()
+        # (minus the length, first and last row, first and last active slot); the longest first
         spans = sorted(
-            (start - end, start, end, a, b)
-            for (start, end), a, b in zip(batch.spans, [0, *ends], ends)
-            if a < b
-        )  # the longest first
+            (start - end, start, end, first, last)
+            for (start, end), first, last in zip(batch.spans, [0, *ends], ends)
+            if first < last
+        )
         while spans:
-            together = [
-                span for span in spans if 2 * span[0] <= spans[0][0]
-            ]  # at least half as long as the longest
+            longest = spans[0][0]
+            together = [span for span in spans if 2 * span[0] <= longest]  # half as long at least
             spans = spans[len(together) :]
-            longest, most = -together[0][0], max(b - a for *_, a, b in together)
-            key_rows, key_places = _places(
-                [(start, end) for _, start, end, _, _ in together], longest, device
-            )
-            rows, places = _places([(a, b) for *_, a, b in together], most, device)
-            starts = torch.tensor([start for _, start, *_ in together], device=device)
-            seen = torch.full((len(together) * most,), longest, device=device).index_copy_(
-                0, places, batch.active[rows] - starts[places // most]
-            )  # place of its own key
-            mask = torch.zeros(
-                len(together), 1, most * group, longest, dtype=keys.dtype, device=device
-            )
-            mask.masked_fill_(
-                torch.arange(longest, device=device)
-                > seen.repeat_interleave(group).view(len(together), 1, -1, 1),
-                -torch.inf,
-            )
-            size = (len(together), longest)
-            k, v = (
-                _spread(x, key_rows, key_places, size).transpose(1, 2) for x in (keys, values)
-            )  # [samples, kv heads, longest, head_dim]
-            self.parts.append(
-                Part(rows, places, (len(together), most), key_rows, key_places, k, v, mask, [])
-            )
+            self.parts.append(self._part(batch, together, keys, values))
+
+    def _part(self, batch: Batch, together: list[tuple], keys, values) -> "Part":
+        """Return the padded keys, values and mask of samples that go through the kernel at once."""
+        device, group = keys.device, self.group
+        longest = -together[0][0]
+        most = max(last - first for *_, first, last in together)
+        key_spans = [(start, end) for _, start, end, _, _ in together]
+        key_rows, key_places = _places(key_spans, longest, device)
+        rows, places = _places([(first, last) for *_, first, last in together], most, device)
+        starts = torch.tensor([start for _, start, *_ in together], device=device)
+        own_key = batch.active[rows] - starts[places // most]  # its place within its sample
+        seen = torch.full((len(together) * most,), longest, device=device)
+        seen.index_copy_(0, places, own_key)
+        mask = torch.zeros(len(together), 1, most * group, longest, dtype=keys.dtype, device=device)
+        seen = seen.repeat_interleave(group).view(len(together), 1, -1, 1)
+        mask.masked_fill_(torch.arange(longest, device=device) > seen, -torch.inf)
+        size = (len(together), longest)
+        k = _spread(keys, key_rows, key_places, size).transpose(1, 2)
+        v = _spread(values, key_rows, key_places, size).transpose(1, 2)
+        return Part(rows, places, (len(together), most), key_rows, key_places, k, v, mask, [])
 
     def __call__(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [A, kv heads, group, head_dim] -> output as q, log-sum-exp of the scores [A, kv heads, group]."""
+        """Return attention as q [A, kv heads, group, head_dim], and its log-sum-exp.
+
+        The log-sum-exp of the scores has the shape [A, kv heads, group].
+        """
         out, log_sum = torch.empty_like(q), q.new_empty(q.shape[:-1])
         for part in self.parts:
             o, log = _kernel(self._by_head(q, part), part.keys, part.values, part.mask, self.scale)
@@ -69,7 +80,10 @@ class Attention:
         return out, log_sum
 
     def gradient(self, grad, q, out, log_sum) -> torch.Tensor:
-        """By q, from an output and a log-sum-exp that may have come from more keys than these; the keys' own gradients are kept."""
+        """Return the gradient by q. Those by keys and values are added up for `key_gradients`.
+
+        `out` and `log_sum` may have come from more keys than these.
+        """
         grad_q = torch.empty_like(q)
         for part in self.parts:
             log = self._by_head(log_sum[..., None], part)[..., 0].contiguous()
@@ -92,7 +106,7 @@ class Attention:
         return grad_q
 
     def key_gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """By keys and values, [S, kv heads, head_dim] each, of all steps that were asked for."""
+        """Return the gradients by keys and values, [S, kv heads, head_dim] each, of all steps."""
         found = torch.zeros_like(self.like), torch.zeros_like(self.like)
         for part in self.parts:
             for total, grad in zip(found, part.gradients):
@@ -104,11 +118,11 @@ class Attention:
         return found
 
     def _by_head(self, x: torch.Tensor, part: "Part") -> torch.Tensor:
-        """[A, kv heads, group, d] -> [samples, kv heads, most * group, d]."""
+        """Return x [A, kv heads, group, d] as [samples, kv heads, most * group, d]."""
         return _spread(x, part.rows, part.places, part.size).transpose(1, 2).flatten(2, 3)
 
     def _by_slot(self, x: torch.Tensor, part: "Part") -> torch.Tensor:
-        """[samples, kv heads, most * group, d] -> [slots of the part, kv heads, group, d]."""
+        """Return x [samples, kv heads, most * group, d] as [slots, kv heads, group, d]."""
         return (
             x.unflatten(2, (-1, self.group))
             .transpose(1, 2)
@@ -121,8 +135,8 @@ class Attention:
 class Part:
     """Samples that go through the attention kernel together."""
 
-    rows: torch.Tensor  # active slots, by their number
-    places: torch.Tensor  # where each stands when all samples are padded
+    rows: torch.Tensor  # numbers of the active slots
+    places: torch.Tensor  # the place of each when all samples are padded
     size: tuple[int, int]  # samples, and slots of each when padded
     key_rows: torch.Tensor
     key_places: torch.Tensor
@@ -135,7 +149,7 @@ class Part:
 def _places(
     spans: list[tuple[int, int]], longest: int, device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows of all spans, their places when each span is padded to `longest`)."""
+    """Return the rows of all spans, and their places when each span is padded to `longest`."""
     rows = torch.cat([torch.arange(start, end) for start, end in spans])
     places = torch.cat(
         [torch.arange(end - start) + n * longest for n, (start, end) in enumerate(spans)]
@@ -146,7 +160,7 @@ def _places(
 def _spread(
     x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, size: tuple[int, int]
 ) -> torch.Tensor:
-    """Rows of x [n, ...] to their places, zeros elsewhere: [*size, ...]."""
+    """Return the rows of x [n, ...] at their places and zeros elsewhere, [*size, ...]."""
     return (
         x.new_zeros(size[0] * size[1], *x.shape[1:])
         .index_copy_(0, places, x.index_select(0, rows))
@@ -155,7 +169,10 @@ def _spread(
 
 
 def _kernel(q, k, v, mask, scale):
-    """q [samples, heads, n, d], k and v [samples, heads, keys, d], mask [samples, 1, n, keys] -> output as q, log-sum-exp of the scores [samples, heads, n]."""
+    """Return attention as q, and the log-sum-exp of its scores [samples, heads, n].
+
+    q [samples, heads, n, d]; k, v [samples, heads, keys, d]; mask [samples, 1, n, keys].
+    """
     if q.device.type in FUSED_ON:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, attn_mask=mask, scale=scale
@@ -166,7 +183,7 @@ def _kernel(q, k, v, mask, scale):
 
 
 def _kernel_backward(grad, q, k, v, out, log, mask, scale):
-    """Gradients of q, k and v, from an output and a log-sum-exp that may have come from more keys than these."""
+    """Return the gradients of q, k and v. `out` and `log` may have come from more keys."""
     if q.device.type in FUSED_ON:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, log, 0.0, False, attn_mask=mask, scale=scale

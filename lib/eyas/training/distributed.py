@@ -1,8 +1,11 @@
-"""Several processes that train one drafter: DDP (a copy of the weights on each) or FSDP2 (weights, gradients and optimiser sharded).
+"""Several processes that train one drafter: DDP or FSDP2.
+
+DDP has a copy of the weights in each process. FSDP2 shards weights, gradients and optimizer.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m eyas train --profile demo
 
-torchrun says by its environment who is who; without it there is one rank, and every function here is the identity. Gradients are summed.
+torchrun sets the environment that says which process this is. Without it there is one rank, and
+every function here is the identity. Gradients are summed.
 """
 
 import contextlib
@@ -22,7 +25,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 @contextlib.contextmanager
 def group(device: torch.device):
-    """The process group for as long as training lasts."""
+    """Keep the process group for as long as training lasts."""
     if WORLD == 1:
         yield
         return
@@ -34,7 +37,7 @@ def group(device: torch.device):
 
 
 def wrap(module: nn.Module, kind: str, device: torch.device) -> nn.Module:
-    """`kind` ddp or fsdp. What needs no gradient stays whole on every rank."""
+    """Wrap a module for `kind` ddp or fsdp. What needs no gradient stays whole on every rank."""
     if WORLD == 1:
         return module
     if kind == "fsdp":
@@ -47,7 +50,10 @@ def wrap(module: nn.Module, kind: str, device: torch.device) -> nn.Module:
 
 @contextlib.contextmanager
 def gradients(module: nn.Module, summed: bool):
-    """Whether a backward pass in here ends with gradients summed over the ranks: only the last pass of an optimiser step has to."""
+    """Say whether a backward pass in this block ends with gradients summed over the ranks.
+
+    Only the last pass of an optimizer step has to.
+    """
     if isinstance(module, DistributedDataParallel):
         with contextlib.nullcontext() if summed else module.no_sync():
             yield
@@ -59,13 +65,13 @@ def gradients(module: nn.Module, summed: bool):
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of which each rank may hold a part; every rank has to ask."""
+    """Return the whole tensor, of which each rank may hold a part. Every rank has to ask."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def placed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A whole tensor, laid out over the ranks as `like`."""
+    """Return a whole tensor laid out over the ranks as `like`."""
     tensor = tensor.to(like.device)
     return (
         distribute_tensor(tensor, like.device_mesh, like.placements)
@@ -75,7 +81,7 @@ def placed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def total(values: list[float]) -> list[float]:
-    """Their sums over all ranks."""
+    """Return the sums of these values over all ranks."""
     if WORLD == 1:
         return values
     tensor = torch.tensor(

@@ -15,24 +15,28 @@ PIECE_ROWS = 64  # rows whose logits stay in the CPU's cache
 
 
 class Teacher:
-    """The target's distribution over the draft vocabulary from its last state: the copied final norm, and rows of the copied head."""
+    """The target's distribution over the draft vocabulary, from its last state.
+
+    It uses the copied final norm, and rows of the copied head.
+    """
 
     def __init__(
         self, head: Head, vocab: DraftVocab, dtype: torch.dtype, whole_vocab: bool = False
     ):
         self.rows = head.lm_head[vocab.ids].to(dtype)  # [D, H]
-        self.others = (
-            head.lm_head[~vocab.t2d].to(dtype) if whole_vocab else None
-        )  # [V - D, H], for the normaliser
-        self.normed = dataclasses.replace(
-            head, lm_head=head.lm_head[:0]
-        ).normed  # without the rest of the head, which is large
+        self.others = None
+        if whole_vocab:  # for the normaliser
+            self.others = head.lm_head[~vocab.t2d].to(dtype)  # [V - D, H]
+        # without the rest of the head, which is large
+        self.normed = dataclasses.replace(head, lm_head=head.lm_head[:0]).normed
 
     @torch.no_grad()
     def __call__(self, last: torch.Tensor) -> torch.Tensor:
-        """[A', H] as stored -> probabilities [A', D] of the draft vocabulary's tokens, which sum to 1, or, over the whole vocabulary, to at most 1.
+        """Return probabilities [A', D] of the draft vocabulary, from last states [A', H] as stored.
 
-        In float32 (float64 for float64 weights), whatever the products' dtype."""
+        They sum to 1, or, over the whole vocabulary, to at most 1. They are in float32 (float64 for
+        float64 weights), whatever the dtype of the products.
+        """
         normed = self.normed(last).to(self.rows.dtype)
         logits = (filled(normed) @ self.rows.T)[: len(last)]
         probabilities = torch.empty_like(
@@ -42,38 +46,46 @@ class Teacher:
             piece, out = slice(start, start + PIECE_ROWS), probabilities[start : start + PIECE_ROWS]
             out.copy_(logits[piece])
             if self.others is None:
-                torch.softmax(
-                    out, -1, out=out
-                )  # a row's maximum and sum are known before any of it is written
+                # a row's maximum and sum are known before any of it is written
+                torch.softmax(out, -1, out=out)
             else:
-                rest = (
-                    (filled(normed[piece]) @ self.others.T)[: len(out)].to(out.dtype).logsumexp(-1)
-                )
+                others = (filled(normed[piece]) @ self.others.T)[: len(out)]
+                rest = others.to(out.dtype).logsumexp(-1)
                 out.sub_(torch.logaddexp(out.logsumexp(-1), rest)[:, None]).exp_()
             F.threshold_(out, TINY, 0.0)
         return probabilities
 
 
 @torch.no_grad()
-def head_loss(x, weight, teacher, rows, labels, scale, loss: Loss, low, learns: bool):
-    """Weighted sum over rows of the loss between teacher and softmax(x W^T), its gradient being made together with it.
+def head_loss(
+    x: torch.Tensor,  # [M, H]
+    weight: torch.Tensor,  # [D, H]
+    teacher: torch.Tensor,  # [A', D], probabilities
+    rows: torch.Tensor,  # int64 [M], the row of `teacher` that each row of x takes
+    labels: torch.Tensor,  # int64 [M], draft ids
+    scale: torch.Tensor,  # [M], the weight of each row
+    loss: Loss,
+    low: torch.dtype,  # of the products
+    learns: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Compute the loss between teacher and softmax(x W^T), and its gradient together with it.
 
-    x [M, H]; weight [D, H]; teacher [A', D] probabilities, of which row m takes `rows[m]`; labels [M] draft ids; scale [M] weight of each row.
-    Products are computed in `low`. Gives the loss of each row [M], whether each row's largest logit is its label's [M] (a tie counts), and, where
-    it `learns`, the gradients of the weighted sum by x and weight (None otherwise).
+    Return the loss of each row [M]; whether each row's largest logit is its label's [M] (a tie
+    counts); and, where it `learns`, the gradients of the weighted sum by x and weight, else None.
     """
-    losses, hits = (
-        torch.empty(len(x), dtype=weight.dtype, device=x.device),
-        torch.empty(len(x), dtype=torch.bool, device=x.device),
-    )
+    losses = torch.empty(len(x), dtype=weight.dtype, device=x.device)
+    hits = torch.empty(len(x), dtype=torch.bool, device=x.device)
     weight_low, x_low = weight.to(low), filled(x.to(low))
-    grad_x, grad_weight = (torch.empty_like(x), None) if learns else (None, None)
+    grad_x = torch.empty_like(x) if learns else None
+    grad_weight = None
     for start in range(0, len(x), LOGIT_ROWS):
-        chunk, n = slice(start, start + LOGIT_ROWS), min(LOGIT_ROWS, len(x) - start)
+        chunk = slice(start, start + LOGIT_ROWS)
+        n = min(LOGIT_ROWS, len(x) - start)
         logits = x_low[chunk] @ weight_low.T  # [rows, D]
-        logits[n:] = 0  # filled up
+        logits[n:] = 0  # rows that only fill up
         for at in range(0, n, PIECE_ROWS):
-            piece, end = slice(start + at, start + min(at + PIECE_ROWS, n)), min(at + PIECE_ROWS, n)
+            end = min(at + PIECE_ROWS, n)
+            piece = slice(start + at, start + end)
             z, p = logits[at:end].to(weight.dtype), teacher[rows[piece]]
             hits[piece] = z.gather(1, labels[piece, None]).squeeze(1) >= z.amax(-1)
             losses[piece], gradient = loss.rows(z, p)
@@ -84,9 +96,6 @@ def head_loss(x, weight, teacher, rows, labels, scale, loss: Loss, low, learns: 
             grad_x[chunk] = (logits @ weight_low)[:n]
             part = logits.T @ x_low[chunk]
             grad_weight = part.to(weight.dtype) if grad_weight is None else grad_weight.add_(part)
-    return (
-        losses,
-        hits,
-        grad_x,
-        grad_weight if grad_weight is not None or not learns else torch.zeros_like(weight),
-    )
+    if learns and grad_weight is None:
+        grad_weight = torch.zeros_like(weight)
+    return losses, hits, grad_x, grad_weight

@@ -1,13 +1,21 @@
-"""The losses that a drafter can be trained with, each a pure function that makes its gradient by formula. `get_loss("kl").rows(z, p)`
+"""The losses that a drafter can be trained with.
 
-`rows(z, p)` -> (loss [n], gradient [n, D] by z). z [n, D] are the drafter's logits over the draft vocabulary, q their softmax; p [n, D] are the
-target's probabilities of the same D tokens, in z's dtype (float32 or float64), each 0 or at least TINY: normalised over the D tokens, or, where
-`whole_vocab` says so, over all of the target's vocabulary, so that a row sums to at most 1. p is only read; z's memory becomes the gradient's.
+Each is a pure function of logits and probabilities, and makes its gradient by formula:
+`get_loss("kl").rows(z, p)` returns (loss [n], gradient [n, D] by z).
 
-The acceptance alpha = sum of min(p, q) is the probability that a draft sampled from q is accepted (Leviathan et al. 2023, arXiv 2211.17192,
-corollary 3.6). The drafter can say D tokens only, so q is 0 elsewhere and the sum over them is the whole sum, for p over the whole vocabulary.
+- z [n, D]: the drafter's logits over the draft vocabulary; q is their softmax. The gradient is
+  written over z.
+- p [n, D]: the target's probabilities of the same D tokens, in z's dtype (float32 or float64), each
+  0 or at least TINY. They are normalised over the D tokens, or, where `whole_vocab` says so, over
+  all of the target's vocabulary; then a row sums to at most 1. p is only read.
 
-A CPU is slow with denormal numbers, a hundred times in exp: so no q is below LEAST, and what is below TINY is 0 in a gradient, since Adam would square it.
+The acceptance alpha = sum of min(p, q) is the probability that a draft token sampled from q is
+accepted (Leviathan et al. 2023, arXiv 2211.17192, corollary 3.6). The drafter can say only D
+tokens, so q is 0 elsewhere, and the sum over them is the whole sum, for p over the whole
+vocabulary.
+
+A CPU is slow with denormal numbers, by a factor of a hundred in exp. So no q is below LEAST, and
+what is below TINY is 0 in a gradient, since Adam would square it.
 
 Axes: n rows, D draft vocabulary.
 """
@@ -21,19 +29,42 @@ import torch
 from eyas.errors import EyasError
 
 TINY = 1.0e-12  # probabilities and gradients below it count as 0
-LEAST = 1.0e-30  # no q, and no alpha that is divided by, counts as less: normal in float32, with its inverse, and below all that a float64 check can see
-ETA = 3.0  # of lk_lambda: the paper's best and the default of speculators 0.9.0; SpecForge 0.2.0 calls it kl_decay and has 1.0
+# No q, and no alpha that is divided by, counts as less. It is normal in float32, as its inverse is,
+# and below all that a float64 check can see.
+LEAST = 1.0e-30
+# of lk_lambda: the paper's best and the default of speculators 0.9.0. SpecForge 0.2.0 calls it
+# kl_decay and has 1.0.
+ETA = 3.0
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The loss of a pack.
+
+    total: the scalar to minimise. The others are sums over each draft step [K]: of the loss, of
+    hits (the largest logit is the label's) and of supervised slots.
+    """
+
+    total: torch.Tensor
+    loss: list[float]
+    hits: list[int]
+    slots: list[int]
 
 
 @dataclass(frozen=True)
 class Loss:
+    """A loss that a drafter can be trained with."""
+
     name: str
     whole_vocab: bool  # what p is normalised over: the whole vocabulary, or the D tokens
     rows: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def _kl(z, p):
-    """Soft cross-entropy -sum p log q: KL(p || q) and the entropy of p, which no drafter can change, so the gradient q - p is that of both."""
+    """Soft cross-entropy -sum p log q: KL(p || q) plus the entropy of p.
+
+    No drafter can change the entropy, so the gradient q - p is that of both.
+    """
     log_q = _log_softmax(z)
     loss = -torch.linalg.vecdot(p, log_q)
     q = _cut(log_q.clamp_(min=math.log(TINY) - 1).exp_())
@@ -41,29 +72,35 @@ def _kl(z, p):
 
 
 def _tv(z, p):
-    """1 - alpha, the probability that a sampled draft is rejected; the total variation distance of p and q where D is the whole vocabulary."""
+    """1 - alpha, the probability that a sampled draft token is rejected.
+
+    It is the total variation distance of p and q where D is the whole vocabulary.
+    """
     q, alpha, below, below_q = _overlap(_log_softmax(z), p)
     return 1 - alpha.squeeze(1), _shrink(q.mul_(below.sub_(_cut(below_q))).mul_(-0.5))
 
 
 def _lk_alpha(z, p):
-    """-log alpha: the gradient of tv divided by alpha, so that it doesn't vanish where nothing is accepted yet; cross-entropy for a one-hot p.
+    """-log alpha (Samarin et al. 2026, LK losses, arXiv 2602.23881).
 
-    Samarin et al. 2026, LK losses, arXiv 2602.23881. An alpha below LEAST counts as LEAST; no entry of the gradient is above 1, however small alpha is.
+    Its gradient is that of tv divided by alpha, so it does not vanish where nothing is accepted
+    yet. For a one-hot p it is cross-entropy. An alpha below LEAST counts as LEAST; no entry of the
+    gradient is above 1, however small alpha is.
     """
     q, alpha, below, below_q = _overlap(_log_softmax(z), p)
     alpha.clamp_(min=LEAST)
-    share = _cut(
-        below_q * 0.5 / alpha
-    )  # divided by alpha before q multiplies them: both can be near LEAST, and so is their product then
+    # divided by alpha before q multiplies it: both can be near LEAST, and then their product is
+    share = _cut(below_q * 0.5 / alpha)
     return -alpha.log().squeeze(1), _shrink(q.mul_(below.mul_(-0.5 / alpha).add_(share)))
 
 
 def _lk_lambda(z, p):
-    """lam KL(p_D || q) + (1 - lam) (1 - alpha), p_D being p normalised over the D tokens, lam = exp(-ETA alpha), a constant to the gradient.
+    """lam KL(p_D || q) + (1 - lam) (1 - alpha), the hybrid of the LK losses (arXiv 2602.23881).
 
-    Samarin et al. 2026, LK losses, arXiv 2602.23881, the hybrid. lam is of each row, as in speculators (`lk_hybrid_loss`); SpecForge (`compute_lk_loss`)
-    takes it of the mean alpha of a batch, which a row cannot know, and has cross-entropy for KL, of the same gradient. A row without p is 1, with gradient 0.
+    p_D is p normalised over the D tokens. lam = exp(-ETA alpha) is constant to the gradient. It is
+    computed for each row, as in speculators (`lk_hybrid_loss`). SpecForge (`compute_lk_loss`) takes
+    the mean alpha of a batch, which a row cannot know, and cross-entropy instead of KL, which has
+    the same gradient. A row without p has the loss 1 and the gradient 0.
     """
     log_q = _log_softmax(z)
     mass = p.sum(-1, keepdim=True)
@@ -81,32 +118,36 @@ def _lk_lambda(z, p):
 
 
 def _log_softmax(z):
-    """In place, a quarter of the time of `_kl`: the kernels take a row's maximum and sum before they write any of it, and read each number just before
-    they write it. That is not documented, so tests/test_losses.py compares at a real size."""
+    """Return log_softmax of z, written over z; a quarter of the time of `_kl`.
+
+    The kernels take a row's maximum and sum before they write any of it, and read each number just
+    before they write it. That is not documented, so tests/test_losses.py compares at a real size.
+    """
     return torch.log_softmax(z, -1, out=z)
 
 
 def _overlap(log_q, p, out=None):
-    """q [n, D] in log_q's place, alpha [n, 1], and twice the slope w of min(p, q) by q: [n, D] (in `out`), and its sum weighted by q [n, 1].
+    """Return q, alpha [n, 1], 2w [n, D] and 2 sum(w q) [n, 1], w being the slope of min(p, q) by q.
 
-    w is 1 where q < p, 0 where q > p, and a half where they are equal, as autograd has it for torch.minimum. alpha's gradient by z is q (w - sum w q).
+    q [n, D] is written over log_q, 2w into `out`. w is 1 where q < p, 0 where q > p, and a half
+    where they are equal, as autograd has it for torch.minimum. The gradient of alpha by z is
+    q (w - sum(w q)).
     """
     q = log_q.clamp_(min=math.log(LEAST)).exp_()
     smaller = torch.minimum(p, q, out=out)
     alpha = smaller.sum(-1, keepdim=True)  # 1 - |p - q| / 2 would lose a small alpha in rounding
-    below = (
-        torch.sub(p, q, out=smaller).sign_().add_(1)
-    )  # where() and heaviside() aren't vectorised: 10 times slower
+    # where() and heaviside() are not vectorised: 10 times slower
+    below = torch.sub(p, q, out=smaller).sign_().add_(1)
     return q, alpha, below, torch.linalg.vecdot(below, q)[:, None]
 
 
 def _cut(t):
-    """What is below TINY, in place to 0: probabilities, and factors of probabilities, whose products would be denormal and are below TINY anyhow."""
+    """Set what is below TINY to 0, in place: probabilities, and factors of probabilities."""
     return torch.nn.functional.threshold_(t, TINY, 0.0)
 
 
 def _shrink(gradient):
-    """Likewise for numbers of both signs."""
+    """Do the same for numbers of both signs."""
     return torch.hardshrink(gradient, TINY, out=gradient)
 
 
@@ -122,9 +163,9 @@ LOSSES = {
 
 
 def get_loss(name: str) -> Loss:
-    """The loss of that name; EyasError with the names there are for another."""
+    """Return the loss of that name. Raise EyasError, with the names that exist, for another."""
     if name not in LOSSES:
         raise EyasError(
-            f"no loss {name!r}", "one of " + ", ".join(LOSSES), "python -m eyas profile --explain"
+            f"no loss {name!r}", "one of " + ", ".join(LOSSES), "python -m eyas settings"
         )
     return LOSSES[name]

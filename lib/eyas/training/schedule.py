@@ -1,4 +1,4 @@
-"""The learning rate of each step, the samples of each step, and the share of each process."""
+"""The learning rate of each step, the samples of each step, and the work of each process."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,10 @@ from eyas.store.mixture import shuffled
 
 
 def schedule(step: int, n_steps: int, warmup_steps: int) -> float:
-    """Factor of the learning rate for optimiser step `step` (from 0): linear warm-up, then a cosine to nothing."""
+    """Return the factor of the learning rate for an optimizer step, counted from 0.
+
+    It warms up linearly, then follows a cosine to zero.
+    """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, n_steps - warmup_steps)))
@@ -18,15 +21,18 @@ def schedule(step: int, n_steps: int, warmup_steps: int) -> float:
 def plan(
     lengths: dict[str, int], epochs: float, batch_tok: int, seed: int, order: Callable = shuffled
 ) -> list[tuple[int, list[str]]]:
-    """(epoch, ids) of every optimiser step: each epoch in an order of its own, cut into packs of at most `batch_tok` tokens (or one longer sample).
+    """Return (epoch, ids) of every optimizer step.
 
-    `order(ids, epoch, seed)` gives one pass over the ids. The last epoch is a part where `epochs` is not whole.
+    Each epoch has its own order and is cut into packs of at most `batch_tok` tokens, or one longer
+    sample. `order(ids, epoch, seed)` gives one pass over the ids. Where `epochs` is not whole, the
+    last epoch is a part of one.
     """
     steps = []
     for epoch in range(math.ceil(epochs)):
         ids = order(lengths, epoch, seed)
+        n_samples = max(1, round(len(ids) * min(1.0, epochs - epoch)))
         batch, size = [], 0
-        for id in ids[: max(1, round(len(ids) * min(1.0, epochs - epoch)))]:
+        for id in ids[:n_samples]:
             if batch and size + lengths[id] > batch_tok:
                 steps.append((epoch, batch))
                 batch, size = [], 0
@@ -36,36 +42,37 @@ def plan(
     return steps
 
 
-def deal(
-    sizes: list[tuple[str, int, int]], n: int, slot_rows: int
+def split_work(
+    sizes: list[tuple[str, int, int]],  # id, active slots and packed rows of each sample
+    n: int,
+    slot_rows: int,  # the work of an active slot, in packed rows
 ) -> list[list[tuple[str, slice]]]:
-    """n parts of about the same work: (id, which of its active slots) each. `sizes`: id, active slots and packed rows of each sample; an active slot is `slot_rows` packed rows' work.
+    """Return n parts of about the same work: (id, which of its active slots) each.
 
-    A sample may be cut: its rows are then in both parts, each learning from its own share of the active slots. Whole samples would leave
-    a process waiting for the other for a fifth of the time, since a step has but a few.
+    A sample may be cut. Its rows are then in both parts, and each part learns from its own active
+    slots. With whole samples a process would wait for the other for a fifth of the time, since a
+    step has only a few.
     """
-    parts, total, at = (
-        [[] for _ in range(n)],
-        sum(active * slot_rows + rows for _, active, rows in sizes),
-        0.0,
-    )
+    parts: list[list[tuple[str, slice]]] = [[] for _ in range(n)]
+    total = sum(active * slot_rows + rows for _, active, rows in sizes)
+    done = 0.0  # work of the samples before this one
     for id, active, rows in sizes:
-        each = slot_rows + rows / max(1, active)
-        cuts = [min(active, max(0, round((total * part / n - at) / each))) for part in range(n)] + [
-            active
-        ]
-        for part, share in zip(parts, map(slice, cuts, cuts[1:])):
-            if share.start < share.stop:
-                part.append((id, share))
-        at += active * each
+        slot_work = slot_rows + rows / max(1, active)
+        starts = [round((total * part / n - done) / slot_work) for part in range(n)]
+        cuts = [min(active, max(0, start)) for start in starts] + [active]
+        for part, start, stop in zip(parts, cuts, cuts[1:]):
+            if start < stop:
+                part.append((id, slice(start, stop)))
+        done += active * slot_work
     return parts
 
 
-def share(weights: list[torch.Tensor], n: int) -> list[list[torch.Tensor]]:
-    """n groups of about the same size, for a process each; empty ones where there are more than weights."""
-    groups, sizes = [[] for _ in range(n)], [0] * n
+def partition_weights(weights: list[torch.Tensor], n: int) -> list[list[torch.Tensor]]:
+    """Return n groups of about the same size, some empty where n is more than the weights."""
+    groups: list[list[torch.Tensor]] = [[] for _ in range(n)]
+    sizes = [0] * n
     for weight in sorted(weights, key=torch.numel, reverse=True):
-        at = sizes.index(min(sizes))
-        groups[at].append(weight)
-        sizes[at] += weight.numel()
+        smallest = sizes.index(min(sizes))
+        groups[smallest].append(weight)
+        sizes[smallest] += weight.numel()
     return groups

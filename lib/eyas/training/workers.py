@@ -1,6 +1,8 @@
-"""Processes that share a step of training on one CPU: copies of this one, which do the same work on parts of it, in memory that all see.
+"""Processes that share a step of training on one CPU.
 
-Threads would wait for each other: a drafter's operators take a fraction of a millisecond each, and after every one a thread has to get Python's lock back.
+They are copies of this process. Each does the same work on its part, in memory that all see.
+Threads would wait for each other: an operator of a drafter takes a fraction of a millisecond, and
+after each one a thread has to get Python's lock back.
 """
 
 import contextlib
@@ -19,7 +21,10 @@ END_S = 10.0  # until a process that was told to end is killed
 
 
 def shared(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on pages that processes begun later have in common with this one. They are no file and count for no limit of /dev/shm."""
+    """Return a copy on pages that this process shares with processes that start later.
+
+    The pages are no file, and no limit of /dev/shm counts them.
+    """
     pages = mmap.mmap(-1, tensor.nbytes)
     return (
         torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel())
@@ -30,9 +35,11 @@ def shared(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def freed_memory_kept():
-    """In here the C library keeps the memory of tensors that are gone for those that come, instead of asking the system for new pages, which it has to fill with zeros first.
+    """Let the C library keep the memory of freed tensors for new ones, in this block.
 
-    A step of training is a tenth faster. With another C library than glibc nothing changes."""
+    It does not ask the system for new pages, which would have to be filled with zeros first. A step
+    of training is a tenth faster. With another C library than glibc nothing changes.
+    """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         yield
@@ -50,7 +57,10 @@ def freed_memory_kept():
 
 
 class Team:
-    """`n` processes, this one included, that call the same methods of `member`. The others are copies of this one as it is now; each has its number as `member.number`."""
+    """`n` processes, this one included, that call the same methods of `member`.
+
+    The others are copies of this one as it is now. Each has its number as `member.number`.
+    """
 
     def __init__(self, member, n: int):
         self.member, self.others = member, []
@@ -73,11 +83,13 @@ class Team:
             self.others.append((ours, process))
 
     def each(self, method: str, *args) -> list:
-        """member.method(*args) in every process at once; what each gave, by its number. An error in any is raised here, once all have answered."""
+        """Call member.method(*args) in every process at once and return the results by number.
+
+        An error in any process is raised here, once all have answered.
+        """
         for connection, _ in self.others:
-            with contextlib.suppress(
-                ConnectionError
-            ):  # of one that is gone the answer will be missing
+            # the answer of a process that ended will be missing
+            with contextlib.suppress(ConnectionError):
                 connection.send((method, args))
         found, error = [], None
         try:
@@ -115,12 +127,13 @@ def _ended(code: int | None) -> EyasError:
     return EyasError(
         f"a process that shares the training {how}",
         "one for each of the threads",
-        "the same command, which goes on at the last checkpoint; it needs less memory with -p threads 1 or a -p pass_tok",
+        "the same command, which goes on at the last checkpoint; "
+        "it needs less memory with -p threads 1 or a -p pass_tok",
     )
 
 
 def _serve(member, number: int, connection: Connection, not_ours: list[Connection]) -> None:
-    """The life of another process: calls are answered until the first one is gone, however that ended."""
+    """Answer calls in another process until the first one has ended, however that happened."""
     for other in not_ours:
         other.close()
     signal.signal(
