@@ -26,8 +26,8 @@ from eyas.files import ROOT, read_json
 from eyas.models.target import load_target
 from eyas.progress import MARK
 from eyas.prompts.prompt_set import load_prompts
-from eyas.report.notebook import declared_parameters
 from eyas.report.pages import notebook_page
+from eyas.report.parameters import ANSWER, settings_read
 from eyas.report.run import NOTEBOOKS
 from eyas.server.serve import need_servers
 from eyas.store.reader import Store
@@ -50,6 +50,7 @@ class Kernel:
 
     def __init__(self, cwd: Path):
         environment = os.environ | {"PYTHONPATH": str(ROOT / "lib"), "OMP_NUM_THREADS": "1"}
+        self.shown: dict[str, dict] = {}  # display id -> output; a later cell may change it
         for tries_left in (2, 1, 0):
             try:
                 self.manager, self.client = start_new_kernel(
@@ -64,7 +65,7 @@ class Kernel:
         """`when(outputs so far)` is asked again and again; once it says yes, `do()` is done: by
         default the kernel is interrupted, as by the stop button.
         """
-        asked, outputs, shown = self.client.execute(code), [], {}
+        asked, outputs, shown = self.client.execute(code), [], self.shown
         end = time.monotonic() + TIMEOUT_S
         while time.monotonic() < end:
             if when is not None and when(outputs):
@@ -244,7 +245,7 @@ def test_what_comes_after_the_store_is_asked_for_too(lab, target):
             **{
                 n: v
                 for n, v in tiny_settings(target).items()
-                if n in declared_parameters(NOTEBOOKS / f"{name}.ipynb")
+                if n in settings_read(NOTEBOOKS / f"{name}.ipynb")
             },
         )
         assert error["ename"] == "EyasError" and said in error["traceback"][0], error
@@ -266,6 +267,8 @@ def test_03_runs_where_its_store_is(lab, target, capture):
     )
     assert error is None, error
     assert "48 samples, boundaries 2, 3, 6" in text_of(outputs)
+    (answer,) = (o["data"]["text/html"] for o in outputs if ANSWER in str(o.get("data")))
+    assert "supervised tokens are the head" in answer, "under the parameters, by a later cell"
 
 
 def test_04_runs_where_its_store_is(lab, target):

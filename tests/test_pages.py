@@ -20,6 +20,7 @@ from eyas.evaluation import verdict
 from eyas.files import ROOT, read_json, write_json
 from eyas.report import index, pages, summary
 from eyas.report import run as report
+from eyas.report.parameters import ANSWER
 
 COMMITTED = {
     name: read_json(ROOT / "reports" / name / "run.json") for name in ("reference", "layers")
@@ -464,6 +465,24 @@ def test_a_notebook_without_an_answer_opens_with_its_question():
     assert not soup.select(".headline") and soup.select_one(
         "h1"
     ).find_next_sibling().text.startswith("Question.")
+
+
+def test_the_answer_stands_once_on_a_page():
+    """In JupyterLab it is shown under the parameters; a page opens with it."""
+    shown = nbformat.v4.new_output("display_data", {"text/html": f"{ANSWER}Yes, it is.</div>"})
+    opening = nbformat.v4.new_code_cell("open_notebook(globals())", outputs=[shown])
+    head = "**Answer.** It appears below.\n\n**Inputs.** A store."
+    notebook = nbformat.v4.new_notebook(
+        cells=[
+            nbformat.v4.new_markdown_cell(f"# Is it?\n\n{head}"),
+            opening,
+            cell("answer.says(text)", "Yes, it is.", tags=["headline"]),
+        ]
+    )
+    html = pages.notebook_page(notebook, "Is it?", "05, ok", "")
+    text = BeautifulSoup(html, "html.parser").body.text
+    assert "It appears below" not in text and ANSWER not in html and "A store." in text
+    assert BeautifulSoup(html, "html.parser").select_one("p.answer").text == "Yes, it is."
 
 
 def test_links_to_the_neighbours():

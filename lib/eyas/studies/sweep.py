@@ -55,8 +55,9 @@ from eyas.files import (
 )
 from eyas.progress import Progress
 from eyas.report import pages
-from eyas.report.notebook import declared_parameters, execute
-from eyas.report.run import NOTEBOOKS, is_alive, now, plain, this_process, versions
+from eyas.report.notebook import execute
+from eyas.report.parameters import plain, settings_read
+from eyas.report.run import NOTEBOOKS, is_alive, now, this_process, versions
 
 NOTEBOOK = NOTEBOOKS / "sweep_training.ipynb"
 # Most letters of the folder for Ray's sockets. The sockets' whole paths may have 107.
@@ -148,7 +149,7 @@ class Sweep:
         self.config = config
         self.store = store
         self.path = notebook
-        self._declared = declared_parameters(notebook)
+        self._declared = sorted(settings_read(notebook))
         self._notebook_code = _notebook_hash(notebook)
         self._lock: IO | None = None
         self._ray = None
