@@ -357,9 +357,8 @@ def test_compare_two_runs(page, reports, width):
         "Profile" in view.locator("#compared-facts").inner_text()
         and "Versions" not in view.locator("#compared-facts").inner_text()
     )
-    assert (
-        view.locator("#paired code").inner_text()
-        == "python -m eyas evaluate compare --profile other -p run_name other -p compare_run reference"
+    assert view.locator("#paired code").inner_text() == (
+        "python -m eyas evaluate compare --profile other -p run_name other -p compare_run reference"
     )
     assert wrong(page, "compare") == []
 

@@ -78,7 +78,8 @@ def test_train_and_export_say_which_weights_these_are(trained, target, capsys): 
 
 
 def test_the_best_weights_are_one_setting_away(trained, target, capsys):  # noqa: F811
-    """`drafter export`, `evaluate offline` and `evaluate decode` use them, say so in what they write, and leave what is there of
+    """`drafter export`, `evaluate offline` and `evaluate decode` use them, say so in
+    what they write, and leave what is there of
     the last ones.
     """
     folder = trained.drafter_dir

@@ -1,4 +1,7 @@
-"""What `drafter export` prints serves the drafter as it was judged: SGLang's own parser reads the line."""
+"""What `drafter export` prints serves the drafter as it was judged.
+
+SGLang's own parser reads the line.
+"""
 
 import argparse
 import json

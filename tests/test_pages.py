@@ -505,7 +505,8 @@ def test_links_to_the_neighbours():
 
 
 def test_index_and_summary_again_from_what_is_there(tmp_path, capsys):
-    """`report index` runs nothing: run.json files are as they were, the pages there are link to each
+    """`report index` runs nothing: run.json files are as they were, the pages there are link to
+    each
     other, a second time changes no file.
     """
     for name, run in (("reference", committed()), ("broken", failed_run())):
@@ -549,7 +550,8 @@ def test_index_and_summary_again_from_what_is_there(tmp_path, capsys):
 
 
 def test_committed_index_is_of_the_committed_runs():
-    """`python -m eyas report index` makes the committed files again, but for lines that newer code says
+    """`python -m eyas report index` makes the committed files again, but for lines that newer code
+    says
     otherwise.
     """
     soup = BeautifulSoup((ROOT / "reports" / "index.html").read_text(), "html.parser")

@@ -976,7 +976,10 @@ def test_other_boundaries_are_refused(world):
     }
     with pytest.raises(
         EyasError,
-        match=r"boundaries \[2, 3, 5\] .* expected \[1, 3, 5\].*never seen.*python -m eyas drafter export",
+        match=(
+            r"boundaries \[2, 3, 5\] .* expected \[1, 3, 5\].*never seen.*"
+            r"python -m eyas drafter export"
+        ),
     ):
         round_trip(status, drafter)
 
