@@ -47,8 +47,7 @@ def refuse_unmarked_starts(event: str, arguments: tuple) -> None:
     """Raise if a test without the mark `server` or `kernel` starts one."""
     if event != "subprocess.Popen" or not running:
         return
-    command = arguments[1]
-    text = command if isinstance(command, str) else " ".join(map(os.fsdecode, command))
+    text = " ".join(map(os.fsdecode, arguments[1]))
     for mark, words in STARTS.items():
         if words in text and running[-1].get_closest_marker(mark) is None:
             raise RuntimeError(f"{running[-1].nodeid} starts a {mark}: mark it with {mark}")

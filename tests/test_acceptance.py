@@ -615,7 +615,7 @@ def test_own_conversations(tmp_path, embedded):
                 '{"id": "a", "messages": [{"role": "user", "content": "a"}]}\n{"id": "a", '
                 '"messages": [{"role": "user", "content": "b"}]}'
             ),
-            "line 2: sample id 'a' stands there already",
+            "line 2: sample id 'a' is in the file already",
         ),
     ):
         path.write_text(text)

@@ -69,7 +69,7 @@ def captured(command: str) -> list[int]:
 def test_every_command_takes_the_targets_own_boundaries(said, folders, n_blocks):
     own, folder = OWN[n_blocks], folders[n_blocks]
     shown = ", ".join(map(str, own))
-    assert f"default boundaries   {shown}\n" in said("target", "-p", "target", folder)[1]
+    assert f"default boundaries   {shown}\n" in said("doctor", "--target", folder)[1]
     assert f"default boundaries   {shown}, ids" in said("doctor", "--target", folder)[1]
     plan = said("plan", "-p", "target", folder, *SIZES)
     assert plan[0] == 0 and f"boundaries {[*own, n_blocks]}," in plan[1]
@@ -163,7 +163,7 @@ def test_extraction_and_training_take_the_same_and_record_what_they_are(
     code, text = said("train", *common, "-p", "boundaries", "[2, 18, 33]")
     assert code == 0 and drafter.read_bytes() == before, text
 
-    code, text = said("store", "export", "--to", "specforge", "--out", tmp_path / "files", *common)
+    code, text = said("data", "export", "--to", "specforge", "--out", tmp_path / "files", *common)
     assert code == 0 and "boundaries [2, 18, 33] are its layer ids [1, 17, 32]" in text, text
 
 
@@ -179,14 +179,14 @@ def test_a_store_of_other_boundaries_is_refused_with_those_that_it_has(said, fol
         and "-p boundaries '[3, 14]'" in text
     )
     assert said("train", *common, "-p", "boundaries", "[3, 14]")[0] == 0
-    code, text = said("store", "export", "--to", "specforge", "--out", tmp_path / "files", *common)
+    code, text = said("data", "export", "--to", "specforge", "--out", tmp_path / "files", *common)
     assert code == 2 and "not [2, 25]" in text and "-p boundaries" in text
     code, text = said("extract", *common)
     assert code == 2 and "boundaries" in text
 
 
 def test_the_settings_say_whose_the_default_is(said):
-    lines = said("profile")[1].splitlines()
+    lines = said("settings")[1].splitlines()
     line = next(line for line in lines if line.startswith("boundaries "))
     assert "the target's own: 2, N//2, N-3" in line and "15" not in line
 

@@ -359,7 +359,7 @@ def test_compare_two_runs(page, reports, width):
     )
     assert (
         view.locator("#paired code").inner_text()
-        == "python -m eyas compare --profile other -p run_name other -p compare_run reference"
+        == "python -m eyas evaluate compare --profile other -p run_name other -p compare_run reference"
     )
     assert wrong(page, "compare") == []
 

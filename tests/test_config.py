@@ -82,7 +82,7 @@ def test_strings_become_what_the_setting_is(name, given, value):
 def test_what_a_setting_cannot_be(name, given):
     with pytest.raises(EyasError, match=f"^{name} = ") as error:
         Config.create(**{name: given})
-    assert error.value.expected and error.value.next_command == "python -m eyas profile --explain"
+    assert error.value.expected and error.value.next_command == "python -m eyas settings"
 
 
 @pytest.mark.parametrize("name, given", [("device", "gpu"), ("epochs", 0), ("seed", 1.5)])
@@ -96,7 +96,7 @@ def test_a_wrong_value_is_said_in_plain_words(name, given):
     for make in (Config.create, lambda **values: dataclasses.replace(Config(), **values)):
         with pytest.raises(EyasError) as error:
             make(**{name: given})
-        assert str(error.value) == f"{said}; next: python -m eyas profile --explain"
+        assert str(error.value) == f"{said}; next: python -m eyas settings"
 
 
 def test_a_profile_writes_a_setting_flat_or_in_its_group(tmp_path, capsys):
@@ -119,7 +119,7 @@ def test_a_profile_writes_a_setting_flat_or_in_its_group(tmp_path, capsys):
     assert Config.load(str(profile), **overrides) == Config.create(
         **flat | {"epochs": 5, "port": 8}
     )
-    assert main(["profile", "--profile", str(profile), "-p", "training.epochs", "4"]) == 0
+    assert main(["settings", "--profile", str(profile), "-p", "training.epochs", "4"]) == 0
     assert " = 4.0 " in capsys.readouterr().out
 
 
@@ -144,7 +144,7 @@ def test_a_group_that_is_wrong_is_refused(given, said):
 
 
 def test_every_setting_is_explained_in_its_group(capsys):
-    assert main(["profile", "--explain"]) == 0
+    assert main(["settings"]) == 0
     parts = capsys.readouterr().out.strip().split("\n\n")
     assert [part.splitlines()[0] for part in parts] == [f"{group}:" for group in GROUPS]
     shown = {line.split()[0]: line for part in parts for line in part.splitlines()[1:]}

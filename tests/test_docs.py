@@ -64,7 +64,7 @@ LONG = {  # commands of `bash long` blocks, and `make`: why they are not run, an
     "make lab": "it stays; tests/test_setup.py looks at the rules of the Makefile",
     "make report P=reference": "an hour; as make demo",
     "make report P=layers": "35 minutes; tests/test_sweep.py runs a small sweep",
-    "python -m eyas serve-check --profile my.yaml": (
+    "python -m eyas evaluate served --profile my.yaml": (
         "two more servers; tests/test_served.py runs it"
     ),
     "python -m papermill notebooks/05_acceptance.ipynb mine-05.ipynb -f my.yaml": (
@@ -80,17 +80,17 @@ LONG = {  # commands of `bash long` blocks, and `make`: why they are not run, an
         "extract MINE -p extra_boundaries all",
         "parity MINE -p extra_boundaries all",
         "server down MINE",
-        "sweep MINE -p epochs 1.0",
+        "study layers MINE -p epochs 1.0",
         "report MINE -p extra_boundaries all -p epochs 1.0 -p notebooks 06",
     )
 }
 NOT_RUN = {  # commands that pages name and no page runs: what does
-    ("serve-check",): "tests/test_served.py",
+    ("evaluate", "served"): "tests/test_served.py",
     ("job", "follow"): "tests/test_lab.py",
     ("job", "start"): "tests/test_lab.py",
-    ("summary",): "tests/test_browser.py",
-    ("sweep",): "tests/test_sweep.py",
-    ("tune",): "tests/test_tune.py",
+    ("report", "summary"): "tests/test_browser.py",
+    ("study", "layers"): "tests/test_sweep.py",
+    ("study", "server"): "tests/test_tune.py",
 }
 # A tiny target has fewer tokens and blocks than the page's model, and a test less time.
 SMALLER = {

@@ -3,6 +3,8 @@ real, once.
 """
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from eyas import cli, doctor
 from eyas.doctor import Check
 from eyas.files import ROOT
+from eyas.models import target
 from helpers.templates import CHATML, OPENS, STRIPS, THINKS
 from helpers.tiny import make_tiny_target
 
@@ -162,7 +165,7 @@ def test_embedded_target_absent_or_altered(embedded, data):
     assert (
         check.ok is False
         and "tokenizer.json" in check.detail
-        and check.command.endswith("-m eyas target")
+        and check.command.endswith("-m eyas doctor --target embedded")
     )
 
 
@@ -222,6 +225,8 @@ def test_a_whole_target_of_each_family(tmp_path, capsys, family):
         and "tokens of two turns supervised" in out
     )
     assert ("latent attention" in out) == (family == "DeepseekV3")
+    facts = out.partition("Its facts:\n")[2]
+    assert re.search(r"^blocks \(N\) +8$", facts, re.M) and "default boundaries   2, 4, 5" in facts
 
 
 def test_a_config_alone_is_enough(tmp_path, capsys):
@@ -362,3 +367,16 @@ def test_files_of_a_target_that_are_broken(tmp_path, capsys):
         "1 of 2 files missing: model-2.safetensors",
     ):
         assert said in out
+
+
+def test_the_embedded_target_is_made_and_shows_its_facts(embedded, data, capsys, monkeypatch):
+    """`doctor --target embedded` on a fresh data folder; the conversion itself: test_target.py."""
+
+    def copy(_source, folder, _manifest):
+        shutil.copytree(embedded.folder, folder)
+
+    monkeypatch.setattr(target, "_convert", copy)
+    assert cli.main(["doctor", "--target", "embedded"]) == 0
+    assert (data / "targets" / embedded.name / "model.safetensors").is_file()
+    facts = capsys.readouterr().out.partition("Its facts:\n")[2]
+    assert f"fingerprint          {embedded.fingerprint[:16]}" in facts

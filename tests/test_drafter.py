@@ -201,7 +201,7 @@ def test_refused_with_what_is_wrong(saved, target, tmp_path):
         EyasError,
         match=(
             "no drafter in 'drafter' of run 'theirs'.*eyas train -p run_name "
-            "theirs.*import-drafter FOLDER -p run_name theirs"
+            "theirs.*drafter import FOLDER -p run_name theirs"
         ),
     ):
         load_drafter(tmp_path / "theirs" / "drafter", target)

@@ -70,12 +70,15 @@ def test_train_and_export_say_which_weights_these_are(trained, target, capsys): 
         ("best", "best\n"),
     ):
         for engine in ("sglang", "vllm"):
-            assert main(["export", "--to", engine, *run, "-p", "drafter_weights", weights]) == 0
+            assert (
+                main(["drafter", "export", "--to", engine, *run, "-p", "drafter_weights", weights])
+                == 0
+            )
             assert text + name in capsys.readouterr().out
 
 
 def test_the_best_weights_are_one_setting_away(trained, target, capsys):  # noqa: F811
-    """`export`, `walk` and `decode` use them, say so in what they write, and leave what is there of
+    """`drafter export`, `evaluate offline` and `evaluate decode` use them, say so in what they write, and leave what is there of
     the last ones.
     """
     folder = trained.drafter_dir
@@ -109,8 +112,8 @@ def test_the_best_weights_are_one_setting_away(trained, target, capsys):  # noqa
         ("best", "best", "best_weights", best),
     ):
         settings = options(target, "x", drafter_weights=weights, **few)
-        for command in ("export", "walk", "decode"):
-            assert main([command, *settings]) == 0
+        for command in ("drafter export", "evaluate offline", "evaluate decode"):
+            assert main([*command.split(), *settings]) == 0
         out, ours = trained.export_dir / where, weights_of(folder / f"{file}.safetensors")
         exported = load_file(out / "model.safetensors")
         assert all(
@@ -134,6 +137,7 @@ def test_weights_that_are_not_there_are_refused(data, target, capsys):  # noqa: 
     assert (
         main(
             [
+                "drafter",
                 "export",
                 "-p",
                 "run_name",

@@ -1,5 +1,6 @@
 """A setting that has an effect is obeyed, and one that has none is said to have none."""
 
+import argparse
 import ast
 import functools
 import inspect
@@ -11,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from eyas.cli import main
+from eyas.cli import build_parser, main
 from eyas.config import Config
 from eyas.effects import READS
 from eyas.models.drafter import read_record
@@ -22,27 +23,25 @@ from helpers.source import imports_of, source_of
 from helpers.stores import write_random_store
 from helpers.tiny import make_tiny_target
 
-STARTS = {  # command of the table -> function of eyas.cli
-    "target": "_target",
-    "server up": "_server",
-    "server command": "_server",
-    "tune": "_tune",
-    "prompts show": "_prompts_show",
-    "prompts generate": "_prompts_generate",
-    "plan": "_plan",
-    "extract": "_extract",
-    "verify": "_verify",
-    "store export": "_store_export",
-    "store import": "_store_import",
-    "parity": "_parity",
-    "train": "_train",
-    "sweep": "_sweep",
-    "walk": "_walk",
-    "decode": "_decode",
-    "compare": "_compare",
-    "serve-check": "_serve_check",
-    "export": "_export",
-    "import-drafter": "_import_drafter",
+
+def functions(parser: argparse.ArgumentParser) -> dict[str, tuple[str, str]]:
+    """Return the module of eyas and the function of every command below this parser."""
+    found = {}
+    if run := parser.get_default("run"):
+        name = parser.get_default("command")
+        found[name] = (run.__module__.removeprefix("eyas."), run.__name__)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                found |= functions(below)
+    return found
+
+
+FUNCTIONS = functions(build_parser())
+STARTS = {
+    name: FUNCTIONS[name]
+    for name in READS
+    if not name.startswith(("job ", "server wait", "server status", "server down"))
 }
 
 
@@ -80,7 +79,7 @@ def named(text: str) -> frozenset[str]:
     """
     names = set(
         re.findall(
-            r"(?<![.\w])(?:config|run|serving|self\.config|_config\(args\))\.([a-z_0-9]+)", text
+            r"(?<![.\w])(?:config|run|serving|self\.config|config_of\(args\))\.([a-z_0-9]+)", text
         )
     )
     found = names & set(Config.__dataclass_fields__)
@@ -92,11 +91,11 @@ def named(text: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def reached(start: str) -> set[str]:
+def reached(start: tuple[str, str]) -> set[str]:
     """Settings that the code which a command reaches reads, by names alone: too many rather than
     too few.
     """
-    found, seen, waiting = set(), set(), {("cli", start)}
+    found, seen, waiting = set(), set(), {start}
     while waiting:
         place = waiting.pop()
         known = module(place[0])
@@ -110,7 +109,7 @@ def reached(start: str) -> set[str]:
         seen.add(place)
         _, defined, texts, names = known
         if re.search(
-            r"(config|run): Config\b|_config\(args\)|def \w+\(config[,)]", texts[place[1]]
+            r"(config|run): Config\b|config_of\(args\)|def \w+\(config[,)]", texts[place[1]]
         ):
             found |= named(texts[place[1]])
         own = {
@@ -139,8 +138,8 @@ def test_the_table_names_what_the_commands_code_reads(command):
 
 BY_NAME = {  # read by getattr with a table of names, or in processes of their own
     "train": set(READS["train"]),
-    "sweep": set(READS["train"]),
-    "tune": set(READS["tune"]),
+    "study layers": set(READS["train"]),
+    "study server": set(READS["study server"]),
 }
 
 
@@ -193,13 +192,12 @@ def test_what_commands_really_read_is_in_the_table(data, target, monkeypatch, ca
     }
     settings = options(target, "x", prompt_set=str(questions), **few)
     for command in (
-        "target",
         "plan",
         "prompts show",
         "train",
-        "walk",
-        "decode",
-        "export",
+        "evaluate offline",
+        "evaluate decode",
+        "drafter export",
         "server command",
     ):
         with monkeypatch.context() as patch:
@@ -233,9 +231,10 @@ def test_a_setting_without_effect_is_said_to_have_none(data, target, capsys, set
 
 def test_a_setting_with_an_effect_is_not_said_to_have_none(data, target, capsys):  # noqa: F811
     write_random_store(Config.create(run_name="x").store_dir, target)
-    for command in ("train", "walk", "export"):
+    for command in ("train", "evaluate offline", "drafter export"):
         few = ["-p", "run_name", "x", "-p", "target", str(target.folder)]
-        assert main([command, *(options(target, "x") if command == "train" else few)]) == 0
+        settings = options(target, "x") if command == "train" else few
+        assert main([*command.split(), *settings]) == 0
         assert "no effect" not in capsys.readouterr().err
 
 

@@ -217,7 +217,7 @@ def test_the_stores_of_speculators_count_as_the_table_does():
 
 
 def test_the_table_for_people(capsys):
-    assert main(["export", "--table", "--blocks", "61"]) == 0
+    assert main(["drafter", "layer-ids", "--blocks", "61"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert {line.split()[1] for line in lines[1:]} == {engine.split()[0] for engine in ENGINES}
     kimi = next(line for line in lines if line.startswith("| sglang") and "KimiK25" in line)
@@ -279,7 +279,9 @@ def drafter(target):
     [
         pytest.param({}, id="plain", marks=pytest.mark.slow),
         pytest.param({"fc_norm": True, "norm_output": True}, id="norms"),
-        pytest.param({"norm_before_fc": True, "rope_scaling": LLAMA3}, id="imported"),
+        pytest.param(
+            {"norm_before_fc": True, "rope_scaling": LLAMA3}, id="imported", marks=pytest.mark.slow
+        ),
     ],
 )
 @torch.no_grad()
@@ -636,7 +638,8 @@ def test_import_is_a_run_of_its_own(target, drafter, tmp_path, monkeypatch, caps
     }
     (folder / "config.json").write_text(json.dumps(config))
     command = [
-        "import-drafter",
+        "drafter",
+        "import",
         str(folder),
         "-p",
         "run_name",
@@ -673,7 +676,7 @@ def test_import_is_a_run_of_its_own(target, drafter, tmp_path, monkeypatch, caps
         str(target.folder),
     ]
     assert (
-        main([*command[:2], *given]) == 0
+        main([*command[:3], *given]) == 0
         and "boundaries 1, 2, 3: as given" in capsys.readouterr().out
     )
     judge = Config.create(run_name="mine", drafter_run="theirs")

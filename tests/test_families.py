@@ -116,6 +116,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
 
 
+@pytest.mark.server
 def test_the_road_of_a_family(case, tmp_path):
     config, server, target, model = case
     extract(config, [server], target, load_prompts(config.answered_path))
@@ -174,6 +175,7 @@ def generate(url: str, prompts: list[list[int]], n_tok: int) -> list[dict]:
     )
 
 
+@pytest.mark.server
 @torch.no_grad()
 def test_greedy_text_of_a_batch_is_hugging_faces(case):
     """Prompts of several lengths at once: prefill of each, then decoding of them together."""
@@ -192,6 +194,7 @@ def test_greedy_text_of_a_batch_is_hugging_faces(case):
             text = torch.cat([text, torch.tensor([token])])
 
 
+@pytest.mark.server
 def test_a_drafter_is_served(case, tmp_path):
     """Its output is the plain server's, also on prefixes that the cache holds; the running server
     feeds it the boundaries that its ids mean there; and each verify step accepts what ours does

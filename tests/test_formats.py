@@ -711,7 +711,7 @@ def test_damage_is_mended_by_the_same_import(data, target, exported, capsys):
     ]
     assert (
         main(["verify", "--repair", *common]) == 1
-        and "store import again" in capsys.readouterr().out
+        and "data import again" in capsys.readouterr().out
     )
     assert import_store(config, target, "specforge", exported["specforge"]).imported == 1
     assert path.read_bytes() == whole and main(["verify", *common]) == 0
@@ -723,7 +723,7 @@ def test_commands(data, target, store, tmp_path, capsys):
     assert (
         main(
             [
-                "store",
+                "data",
                 "export",
                 "--to",
                 "speculators-v1",
@@ -739,7 +739,7 @@ def test_commands(data, target, store, tmp_path, capsys):
     )
     assert "25 samples" in capsys.readouterr().out
     arguments = [
-        "store",
+        "data",
         "import",
         "--from",
         "speculators-v1",
@@ -765,7 +765,7 @@ def test_commands(data, target, store, tmp_path, capsys):
     assert (
         main(
             [
-                "store",
+                "data",
                 "import",
                 "--from",
                 "specforge",

@@ -1,4 +1,4 @@
-"""What `export` prints serves the drafter as it was judged: SGLang's own parser reads the line."""
+"""What `drafter export` prints serves the drafter as it was judged: SGLang's own parser reads the line."""
 
 import argparse
 import json
@@ -51,9 +51,21 @@ def folder(tmp_path_factory):
 
 
 def export(folder, capsys, *more: str) -> tuple[list[str], str]:
-    """The words of the command that `export` prints, and all that it prints."""
+    """The words of the command that `drafter export` prints, and all that it prints."""
     assert (
-        main(["export", "-p", "run_name", "mine", "-p", "target", str(folder / "my model"), *more])
+        main(
+            [
+                "drafter",
+                "export",
+                "-p",
+                "run_name",
+                "mine",
+                "-p",
+                "target",
+                str(folder / "my model"),
+                *more,
+            ]
+        )
         == 0
     )
     out = capsys.readouterr().out

@@ -16,11 +16,12 @@ from eyas.cli import build_parser
 from eyas.config import PROFILES, SETTINGS, Config, read_profile
 from eyas.files import ROOT
 from eyas.report.notebook import declared_parameters
+from eyas.report.parameters import settings_read
 from eyas.report.run import NOTEBOOKS
 from helpers.source import imports_of, source_of
 
 FIELDS = SETTINGS
-HEAD = ("**Question.**", "**Inputs.**", "**Outputs.**", "**Time.**", "**GPU.**")
+HEAD = ("**Question.**", "**Answer.**", "**Inputs.**", "**Outputs.**", "**Time.**", "**GPU.**")
 paths = sorted(NOTEBOOKS.glob("*.ipynb"))
 each_notebook = pytest.mark.parametrize("path", paths, ids=lambda p: p.stem)
 
@@ -62,30 +63,68 @@ def test_head(path):
     assert "python -m eyas" in head.source, "the command that makes each input"
 
 
+NOTE = "# None: as the profile says. Any other setting can be changed by one more line here."
+
+
 @each_notebook
 def test_parameters(path):
-    """Literals only, each with meaning and unit, each a field of Config with Config's own default;
-    the next cell hands all of them to Config.
+    """A profile and at most 12 settings, each with type and meaning, whose value is None (as the
+    profile says); the next cell makes the Config.
     """
     cells = [c for c in read(path).cells if c.cell_type == "code"]
     tagged = [i for i, c in enumerate(cells) if "parameters" in c.metadata.get("tags", [])]
-    assert len(tagged) == 1
-    for line in cells[tagged[0]].source.splitlines():
-        assert re.fullmatch(r"[a-z_0-9]+: (str|int|float|bool|tuple) = .+?  # \S.+", line), line
+    assert tagged == [0], "the first screen"
+    profile, note, *lines = cells[0].source.splitlines()
+    assert profile.startswith('profile: str = "demo"  # ') and note == NOTE
+    for line in lines:
+        assert re.fullmatch(r"[a-z_0-9]+: (str|int|float|bool|tuple) = None  # \S.+", line), line
+        assert len(line) <= 120, line
     declared = declared_parameters(path)
-    for name, value in declared.items():
+    assert len(declared) <= 1 + 12
+    kinds = dict(re.findall(r"^(\w+): (\w+)", "\n".join(lines), re.M))
+    for name, kind in kinds.items():
         assert name in FIELDS, name
-        assert value == FIELDS[name].default and type(value) is type(FIELDS[name].default), name
-    config_cell = cells[tagged[0] + 1].source
-    assert "Config.create(**parameters)" in config_cell
-    handed_over = {
-        k.arg
-        for call in ast.walk(ast.parse(config_cell))
-        if isinstance(call, ast.Call)
-        for k in call.keywords
-        if k.arg
-    }
-    assert handed_over == set(declared)
+        assert type(FIELDS[name].default).__name__ == kind, name
+        assert name in settings_read(path), f"{name} is declared and not read"
+    assert cells[1].source.endswith("config, answer = open_notebook(globals())")
+
+
+@each_notebook
+def test_no_variable_has_the_name_of_a_setting(path):
+    """Else the cell that makes the Config, run again, would take the variable for the setting."""
+    for cell in read(path).cells:
+        if cell.cell_type == "code" and "parameters" not in cell.metadata.get("tags", []):
+            tree = ast.parse(cell.source)
+            names = {
+                n.id
+                for n in ast.walk(tree)
+                if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            }
+            names |= {
+                alias.asname or alias.name
+                for n in ast.walk(tree)
+                if isinstance(n, (ast.Import, ast.ImportFrom))
+                for alias in n.names
+            }
+            assert not names & {*FIELDS, "profile"}, cell.source
+
+
+@each_notebook
+def test_no_cell_builds_a_table(path):
+    """Masks, merges and groups are functions of lib/eyas, which have tests."""
+    for cell in read(path).cells:
+        if cell.cell_type == "code":
+            built = re.search(r"\.(merge|groupby|assign|pivot|nlargest|isin|query)\(", cell.source)
+            assert not built, f"{built.group()} belongs in lib/eyas: {cell.source}"
+
+
+@each_notebook
+def test_the_answer_is_said_once(path):
+    """At the top of the notebook, and first on its page: by a cell that is tagged so."""
+    saying = [c for c in read(path).cells if "answer.says(" in c.source]
+    assert len(saying) == 1
+    if path.stem != "sweep_training":
+        assert "headline" in saying[0].metadata.tags
 
 
 @each_notebook
@@ -99,9 +138,9 @@ def test_no_definitions(path):
 
 
 @each_notebook
-def test_every_setting_used_is_declared(path):
-    """A setting that a called function reads but the notebook does not declare would silently keep
-    its default whatever the profile says.
+def test_every_setting_used_is_known_to_be_read(path):
+    """A changed setting that a called function reads, and that the metadata do not name, would not
+    run the notebook again.
     """
     own = "\n".join(c.source for c in read(path).cells if c.cell_type == "code")
     used, seen, waiting = settings_of(own), set(), set(imports_of(ast.parse(own)).values())
@@ -135,9 +174,9 @@ def test_every_setting_used_is_declared(path):
                 and known.get(node.value.id, ("", ""))[1] is None
             ):
                 waiting.add((known[node.value.id][0], node.attr))
-    missing = used - set(declared_parameters(path))
+    missing = used - settings_read(path)
     assert not missing, (
-        f"{path.stem} calls {sorted(seen, key=str)} and does not declare {sorted(missing)}"
+        f"{path.stem} calls {sorted(seen, key=str)}; its metadata do not name {sorted(missing)}"
     )
 
 
@@ -167,7 +206,7 @@ def test_profiles(path):
             f"{name}: {value!r} is a string"
         )
     assert set(values) - {"notebooks"} <= set().union(
-        *(declared_parameters(p) for p in paths)
+        *(settings_read(p) for p in paths)
     )  # that one is for report
 
 

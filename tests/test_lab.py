@@ -26,8 +26,8 @@ from eyas.files import ROOT, read_json
 from eyas.models.target import load_target
 from eyas.progress import MARK
 from eyas.prompts.prompt_set import load_prompts
-from eyas.report.notebook import declared_parameters
 from eyas.report.pages import notebook_page
+from eyas.report.parameters import ANSWER, settings_read
 from eyas.report.run import NOTEBOOKS
 from eyas.server.serve import need_servers
 from eyas.store.reader import Store
@@ -50,6 +50,7 @@ class Kernel:
 
     def __init__(self, cwd: Path):
         environment = os.environ | {"PYTHONPATH": str(ROOT / "lib"), "OMP_NUM_THREADS": "1"}
+        self.shown: dict[str, dict] = {}  # display id -> output; a later cell may change it
         for tries_left in (2, 1, 0):
             try:
                 self.manager, self.client = start_new_kernel(
@@ -64,7 +65,7 @@ class Kernel:
         """`when(outputs so far)` is asked again and again; once it says yes, `do()` is done: by
         default the kernel is interrupted, as by the stop button.
         """
-        asked, outputs, shown = self.client.execute(code), [], {}
+        asked, outputs, shown = self.client.execute(code), [], self.shown
         end = time.monotonic() + TIMEOUT_S
         while time.monotonic() < end:
             if when is not None and when(outputs):
@@ -244,7 +245,7 @@ def test_what_comes_after_the_store_is_asked_for_too(lab, target):
             **{
                 n: v
                 for n, v in tiny_settings(target).items()
-                if n in declared_parameters(NOTEBOOKS / f"{name}.ipynb")
+                if n in settings_read(NOTEBOOKS / f"{name}.ipynb")
             },
         )
         assert error["ename"] == "EyasError" and said in error["traceback"][0], error
@@ -266,6 +267,8 @@ def test_03_runs_where_its_store_is(lab, target, capture):
     )
     assert error is None, error
     assert "48 samples, boundaries 2, 3, 6" in text_of(outputs)
+    (answer,) = (o["data"]["text/html"] for o in outputs if ANSWER in str(o.get("data")))
+    assert "supervised tokens are the head" in answer, "under the parameters, by a later cell"
 
 
 def test_04_runs_where_its_store_is(lab, target):
@@ -465,7 +468,7 @@ def test_a_job_outlives_interrupt_and_kernel_and_is_found_again(to_train, data, 
         outputs = first.run(cell, when=some_steps(config), do=hold_and_interrupt)
         assert (
             outputs[-1]["ename"] == "KeyboardInterrupt"
-            and "goes on in the background" in text_of(outputs)
+            and "continues in the background" in text_of(outputs)
             and "python -m eyas job stop train -p run_name job" in text_of(outputs)
         )
         (job,) = jobs.list_jobs("job")
@@ -483,7 +486,7 @@ def test_a_job_outlives_interrupt_and_kernel_and_is_found_again(to_train, data, 
     with pytest.raises(
         EyasError,
         match=(
-            "train of run 'job' is going on with other settings: epochs 16.0, here "
+            "train of run 'job' is running with other settings: epochs 16.0, here "
             "31.0.*python -m eyas job stop train -p run_name job"
         ),
     ):
@@ -491,14 +494,14 @@ def test_a_job_outlives_interrupt_and_kernel_and_is_found_again(to_train, data, 
     second = Kernel(NOTEBOOKS)
     try:
         outputs = second.run(
-            cell, when=lambda outputs: "going on already" in text_of(outputs), do=process.resume
+            cell, when=lambda outputs: "running already" in text_of(outputs), do=process.resume
         )
     finally:
         process.resume()
         second.close()
     assert outputs[-1]["output_type"] != "error", outputs[-1]
     assert (
-        "going on already" in text_of(outputs)
+        "running already" in text_of(outputs)
         and f"(process {process.pid}" in text_of(outputs)
         and "optimiser steps" in text_of(outputs)
     )
@@ -522,7 +525,9 @@ def test_a_stopped_job_goes_on_where_it_was(to_train, data, capsys):
         and not jobs.stop(job)
         and jobs.stop_all(config) == []
     )
-    with pytest.raises(EyasError, match="train of run 'job' was stopped; next: the same again"):
+    with pytest.raises(
+        EyasError, match="train of run 'job' was stopped; next: the same command again"
+    ):
         jobs.follow(job)
     assert jobs.follow(jobs.start(config, "train")).state == "done"
     assert "goes on after optimiser step" in capsys.readouterr().out and same(
@@ -544,7 +549,7 @@ def test_a_job_that_fails_or_is_killed_says_so(data, target, capsys):
         EyasError,
         match=(
             "(?s)train of run 'tiny' was killed; the end of its log:.*no store.*next: the "
-            "same again"
+            "same command again"
         ),
     ):
         jobs.follow(job)
@@ -594,7 +599,7 @@ def test_a_study_is_read_as_it_was_written(data):
     }
     frames["forward"]["boundaries"] = [(1, 2), (2,)]
     study = layers.Study(**frames, guided=0.5, record={"guided": 0.5, "sentence": "s"})
-    with pytest.raises(EyasError, match="has no study of layers.*python -m eyas sweep"):
+    with pytest.raises(EyasError, match="has no study of layers.*python -m eyas study layers"):
         layers.load_study(config)
     layers.save_study(config, study)
     found = layers.load_study(config)

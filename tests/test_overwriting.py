@@ -55,7 +55,8 @@ def imported(data, target, tmp_path):
     assert (
         main(
             [
-                "import-drafter",
+                "drafter",
+                "import",
                 str(folder),
                 "-p",
                 "run_name",
@@ -79,7 +80,7 @@ def test_training_does_not_replace_an_imported_drafter(imported, target, capsys)
         assert (
             "was imported from 'theirs'" in said
             and "-p initial_weights drafter" in said
-            and "import-drafter FOLDER -p run_name ANOTHER" in said
+            and "drafter import FOLDER -p run_name ANOTHER" in said
         )
     assert path.read_bytes() == before and not (imported.drafter_dir / "checkpoints").exists()
 
@@ -218,8 +219,8 @@ def test_the_export_of_another_drafter_is_kept(data, target, capsys):
     assert main(["train", *options(target, "x")]) == 0
     for engine, folder in (("sglang", config.export_dir), ("vllm", config.export_dir / "vllm")):
         assert (
-            main(["export", "--to", engine, *run]) == 0
-            and main(["export", "--to", engine, *run]) == 0
+            main(["drafter", "export", "--to", engine, *run]) == 0
+            and main(["drafter", "export", "--to", engine, *run]) == 0
         )
         assert not (folder / "earlier-1").exists(), "the same drafter again"
     before = weights_of(config.export_dir / "model.safetensors")
@@ -227,7 +228,7 @@ def test_the_export_of_another_drafter_is_kept(data, target, capsys):
     assert main(["train", *options(target, "x", seed="1")]) == 0
     capsys.readouterr()
     for engine, folder in (("sglang", config.export_dir), ("vllm", config.export_dir / "vllm")):
-        assert main(["export", "--to", engine, *run]) == 0
+        assert main(["drafter", "export", "--to", engine, *run]) == 0
         assert "was of another drafter; kept in runs/x/export/" in capsys.readouterr().out
         assert (folder / "earlier-1" / "config.json").is_file() and (
             folder / "earlier-1" / "model.safetensors"
@@ -267,8 +268,8 @@ def test_results_of_other_settings_or_another_drafter_are_kept(data, target, cap
     }
     folder = config.acceptance_dir
     assert (
-        main(["walk", *options(target, "x")]) == 0
-        and main(["decode", *options(target, "x", **few)]) == 0
+        main(["evaluate", "offline", *options(target, "x")]) == 0
+        and main(["evaluate", "decode", *options(target, "x", **few)]) == 0
     )
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert set(before) == {
@@ -279,24 +280,24 @@ def test_results_of_other_settings_or_another_drafter_are_kept(data, target, cap
         "speed.json",
     }
     assert (
-        main(["walk", *options(target, "x")]) == 0
-        and main(["decode", *options(target, "x", **few)]) == 0
+        main(["evaluate", "offline", *options(target, "x")]) == 0
+        and main(["evaluate", "decode", *options(target, "x", **few)]) == 0
     )
     assert not (folder / "earlier-1").exists(), "the same again"
-    assert main(["walk", *options(target, "x", speculative_num_steps="2")]) == 0
+    assert main(["evaluate", "offline", *options(target, "x", speculative_num_steps="2")]) == 0
     assert (
         "walk.json was of speculative_num_steps 3, now 2; kept in runs/x/acceptance/earlier-1"
         in capsys.readouterr().out
     )
     assert (folder / "earlier-1" / "walk.json").read_bytes() == before["walk.json"]
-    assert main(["decode", *options(target, "x", **few | {"decode_prompts": "3"})]) == 0
+    assert main(["evaluate", "decode", *options(target, "x", **few | {"decode_prompts": "3"})]) == 0
     assert "2 judged, now 3; kept in runs/x/acceptance/earlier-2" in capsys.readouterr().out
     assert {path.name for path in (folder / "earlier-2").iterdir()} == set(before) - {"walk.json"}
     assert (
         main(["data", "rm", "x", "--part", "drafter", "--yes"]) == 0
         and main(["train", *options(target, "x", seed="1")]) == 0
     )
-    assert main(["walk", *options(target, "x", speculative_num_steps="2")]) == 0
+    assert main(["evaluate", "offline", *options(target, "x", speculative_num_steps="2")]) == 0
     assert (
         "walk.json was of drafter_sha256" in capsys.readouterr().out
         and (folder / "earlier-3" / "walk.json").is_file()

@@ -20,6 +20,7 @@ from eyas.evaluation import verdict
 from eyas.files import ROOT, read_json, write_json
 from eyas.report import index, pages, summary
 from eyas.report import run as report
+from eyas.report.parameters import ANSWER
 
 COMMITTED = {
     name: read_json(ROOT / "reports" / name / "run.json") for name in ("reference", "layers")
@@ -466,6 +467,24 @@ def test_a_notebook_without_an_answer_opens_with_its_question():
     ).find_next_sibling().text.startswith("Question.")
 
 
+def test_the_answer_stands_once_on_a_page():
+    """In JupyterLab it is shown under the parameters; a page opens with it."""
+    shown = nbformat.v4.new_output("display_data", {"text/html": f"{ANSWER}Yes, it is.</div>"})
+    opening = nbformat.v4.new_code_cell("open_notebook(globals())", outputs=[shown])
+    head = "**Answer.** It appears below.\n\n**Inputs.** A store."
+    notebook = nbformat.v4.new_notebook(
+        cells=[
+            nbformat.v4.new_markdown_cell(f"# Is it?\n\n{head}"),
+            opening,
+            cell("answer.says(text)", "Yes, it is.", tags=["headline"]),
+        ]
+    )
+    html = pages.notebook_page(notebook, "Is it?", "05, ok", "")
+    text = BeautifulSoup(html, "html.parser").body.text
+    assert "It appears below" not in text and ANSWER not in html and "A store." in text
+    assert BeautifulSoup(html, "html.parser").select_one("p.answer").text == "Yes, it is."
+
+
 def test_links_to_the_neighbours():
     html = pages.notebook_page(
         nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# It")]), "It", "02, ok", ""
@@ -486,7 +505,7 @@ def test_links_to_the_neighbours():
 
 
 def test_index_and_summary_again_from_what_is_there(tmp_path, capsys):
-    """`index` runs nothing: run.json files are as they were, the pages there are link to each
+    """`report index` runs nothing: run.json files are as they were, the pages there are link to each
     other, a second time changes no file.
     """
     for name, run in (("reference", committed()), ("broken", failed_run())):
@@ -498,7 +517,7 @@ def test_index_and_summary_again_from_what_is_there(tmp_path, capsys):
     )
     for name in ("01_server_setup", "04_training"):
         (tmp_path / "reference" / f"{name}.html").write_text(html)
-    assert main(["index", "--out", str(tmp_path)]) == 0
+    assert main(["report", "index", "--out", str(tmp_path)]) == 0
     text = (tmp_path / "index.html").read_text()
     assert (
         "Run reference" in text
@@ -512,14 +531,14 @@ def test_index_and_summary_again_from_what_is_there(tmp_path, capsys):
     assert read_json(tmp_path / "reference" / "run.json") == committed()
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.glob("*/*")}
     assert (
-        main(["index", "--out", str(tmp_path)]) == 0
+        main(["report", "index", "--out", str(tmp_path)]) == 0
         and (tmp_path / "index.html").read_text() == text
     )
     assert {
         path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.glob("*/*")
     } == before
     capsys.readouterr()
-    assert main(["summary", "reference", "--out", str(tmp_path)]) == 0
+    assert main(["report", "summary", "reference", "--out", str(tmp_path)]) == 0
     assert (
         capsys.readouterr().out
         == (tmp_path / "reference" / "summary.md").read_text()
@@ -530,7 +549,7 @@ def test_index_and_summary_again_from_what_is_there(tmp_path, capsys):
 
 
 def test_committed_index_is_of_the_committed_runs():
-    """`python -m eyas index` makes the committed files again, but for lines that newer code says
+    """`python -m eyas report index` makes the committed files again, but for lines that newer code says
     otherwise.
     """
     soup = BeautifulSoup((ROOT / "reports" / "index.html").read_text(), "html.parser")
@@ -544,7 +563,7 @@ def test_committed_index_is_of_the_committed_runs():
 
 def test_a_reader_that_goes_away():
     """`| head` ends quietly, as for other programs; another broken pipe is still an error."""
-    code = "from eyas.cli import main; raise SystemExit(main(['profile']))"
+    code = "from eyas.cli import main; raise SystemExit(main(['settings']))"
     read, write = os.pipe()
     os.close(read)
     process = subprocess.Popen(

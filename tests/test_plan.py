@@ -243,6 +243,6 @@ def test_a_disk_that_refuses_is_said_without_a_traceback(tmp_path, monkeypatch, 
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("EYAS_DATA", str(tmp_path / "file"))
     assert (
-        main(["target", "-p", "target", str(make_tiny_target(tmp_path / "tiny"))]) == 2
+        main(["doctor", "--target", str(make_tiny_target(tmp_path / "tiny"))]) == 2
         and "Not a directory" in capsys.readouterr().err
     )

@@ -212,7 +212,7 @@ def test_safe_sample_ids_are_kept(tmp_path):
         ("\n\n", "holds no conversation"),
         (
             line("a") + "\n" + line("b") + "\n" + line("a"),
-            "line 3: sample id 'a' stands in line 1 already",
+            "line 3: sample id 'a' is in line 1 already",
         ),
         (line("a") + '\n{"id": "b", ', "line 2 is not JSON"),
         ("[1, 2]", "line 1 is not an object"),
@@ -263,7 +263,7 @@ def test_several_files_by_a_pattern(tmp_path):
     )
     (tmp_path / "p_b.jsonl").write_text(line("d") + "\n" + line("c"))
     with pytest.raises(
-        EyasError, match="p_b.jsonl, line 2: sample id 'c' stands in p_a.jsonl, line 2 already"
+        EyasError, match="p_b.jsonl, line 2: sample id 'c' is in p_a.jsonl, line 2 already"
     ):
         load_prompts(tmp_path / "p*.jsonl")
     with pytest.raises(EyasError, match="no prompt set"):
@@ -385,7 +385,7 @@ def test_conversations_of_others_become_a_prompt_set(tmp_path, capsys):
         for split in ("heldout", "train")
     )
     assert len(heldout) == 10 and not heldout & train  # of 101 different questions
-    with pytest.raises(EyasError, match="is there already"):
+    with pytest.raises(EyasError, match="exists already"):
         prompt_set.import_file(tmp_path / "a.json", tmp_path / "a.json.out", 0.1, 0)
 
 
@@ -1044,7 +1044,7 @@ def test_dialogues_are_asked_turn_by_turn_with_the_answers_before(generating, to
 
 def test_a_server_that_goes_away_ends_it_and_keeps_what_is_there(generating):
     server = generating.start(fail=lambda number: 200 if number <= 3 else 0)
-    with pytest.raises(EyasError, match="no answer from http.*it goes on where it was"):
+    with pytest.raises(EyasError, match="no answer from http.*the same command again: it resumes"):
         run(generating, server)
     [partial] = generating.partials()
     done = len(partial.read_text().splitlines())

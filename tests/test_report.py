@@ -24,6 +24,7 @@ from eyas.files import ROOT, read_json, write_json
 from eyas.report import notebook as runner
 from eyas.report import pages, reuse
 from eyas.report import run as report
+from eyas.report.parameters import resolved_settings, settings_read
 from eyas.server.serve import started_ticks
 
 FIGURE = """# Figure: a line that rises
@@ -390,7 +391,7 @@ def test_again_from_the_second(tmp_path):
     ("settings", "overrides", "words"),
     [
         ("run_name: tiny\nlayers: 3\n", {}, "unknown setting layers"),
-        ("run_name: tiny\n", {"epochs": "2"}, "no notebook declares the setting epochs"),
+        ("run_name: tiny\n", {"epochs": "2"}, "no notebook reads the setting epochs"),
         ("run_name: tiny\nseed: two\n", {}, "seed = 'two'"),
         ("run_name: tiny\n", {"learning_rate": "-1"}, "learning_rate = -1.0"),
     ],
@@ -423,7 +424,7 @@ def test_parameters_cell_must_be_literals(tmp_path):
     nb.cells[1].source = "seed: int = 1 + len('a')"
     nbformat.write(nb, path)
     with pytest.raises(EyasError, match="parameters cell"):
-        report.declared_parameters(path)
+        runner.declared_parameters(path)
 
 
 # What the tiny notebooks below write goes into the run's folder, where `reads` and `writes` look
@@ -584,8 +585,8 @@ def test_what_is_reached(tmp_path, monkeypatch):
     assert (
         changed(
             "config",
-            "epochs: float = _doc(",
-            "epoch: float = _doc(",
+            "epochs: Float = Field(2.0, ",
+            "epochs: Float = Field(3.0, ",
             cells=["from eyas.config import Config; Config.create()"],
         )
         == set()
@@ -604,14 +605,15 @@ def test_what_the_notebooks_read(path, embedded, monkeypatch):
     its work, here or in a job.
     """
     monkeypatch.delenv("EYAS_DATA")  # where the target is converted already
-    work = report.Work(path, declared := runner.declared_parameters(path), Path())
+    work = report.Work(path, settings := resolved_settings(path, {}, {}), Path())
+    assert settings.keys() == settings_read(path) > {"run_name"}
     assert (
         work.declared
         and work.minutes >= 1
         and all(isinstance(reuse.content(name, work.config), str) for name in work.writes)
     )
     code = work.inputs()
-    assert {f"-p {name}" for name in declared} <= code.keys() and {
+    assert {f"-p {name}" for name in settings} <= code.keys() and {
         "torch",
         "its code",
     } <= code.keys()

@@ -23,7 +23,7 @@ from eyas.evaluation.acceptance import Prompt, measure
 from eyas.evaluation.decode import TargetStream, greedy_decode
 from eyas.evaluation.offline import against_decoding, run_walk
 from eyas.evaluation.served import (
-    Served,
+    ServedAcceptance,
     check,
     check_or_reason,
     our_decoding,
@@ -47,6 +47,7 @@ from eyas.models.layer_ids import engine_boundaries
 from eyas.models.target import load_target
 from eyas.report import plots, summary
 from eyas.report import run as report
+from eyas.report.parameters import Answer
 from eyas.server.serve import serving_up
 from eyas.store.reader import Rows
 from helpers.stores import write_store
@@ -354,7 +355,7 @@ def test_three_sides(world, checked):
 # ---- without a server
 
 
-def made_up(world, accepted) -> Served:
+def made_up(world, accepted) -> ServedAcceptance:
     """The check's record of answers whose verify steps accept what `accepted(step)` says, all of 30
     tokens, and a server that says what an honest one does.
     """
@@ -385,7 +386,7 @@ def made_up(world, accepted) -> Served:
         "speed_prompts": 0,
         "causes": causes(config, target, drafter, honest(world), record, table),
     }
-    return Served(record, table)
+    return ServedAcceptance(record, table)
 
 
 def honest(world, **drafting) -> dict:
@@ -541,7 +542,8 @@ def test_the_page_of_a_drafter_that_sglang_cannot_serve(world, tmp_path, monkeyp
     monkeypatch.setattr(report, "_parity_sentence", lambda config: "not asked")
     names = {
         "config": run,
-        "target": target,
+        "model": target,
+        "answer": Answer(),
         "drafter": drafter,
         "prompts": prompts,
         "store": store,
@@ -581,7 +583,7 @@ def test_the_page_of_a_drafter_that_sglang_cannot_serve(world, tmp_path, monkeyp
         {"headline": told}
     ).startswith(f"Not served: {reason}")
     command = next(
-        line for line in said.splitlines() if line.startswith("next: python -m eyas export")
+        line for line in said.splitlines() if line.startswith("next: python -m eyas drafter export")
     )
     assert (
         main(shlex.split(command)[4:]) == 0 and (run.export_dir / "vllm" / "config.json").is_file()
@@ -859,6 +861,7 @@ def test_a_fault_of_the_checkpoint_is_named(world, tmp_path, fault):
     assert len(wrong) == others
 
 
+@pytest.mark.server
 def test_what_the_server_says_of_itself_is_looked_at(world, checked):
     """EAGLE for EAGLE3, other draft steps, another target, dtype, prompts with a token more: each
     by its own row, and only that.
@@ -910,6 +913,7 @@ def test_a_server_that_drafts_with_other_settings_is_named():
         same_settings({"drafter": told | {"num_steps": 5, "draft_tokens": 6}}, config)
 
 
+@pytest.mark.slow
 @server
 def test_served_with_a_fault(world, tmp_path):
     """A real server of a checkpoint with d2t all zero and half of the weights dropped, as a server
@@ -972,7 +976,7 @@ def test_other_boundaries_are_refused(world):
     }
     with pytest.raises(
         EyasError,
-        match=r"boundaries \[2, 3, 5\] .* expected \[1, 3, 5\].*never seen.*python -m eyas export",
+        match=r"boundaries \[2, 3, 5\] .* expected \[1, 3, 5\].*never seen.*python -m eyas drafter export",
     ):
         round_trip(status, drafter)
 
@@ -1012,7 +1016,7 @@ def test_speed_of_many_requests():
 
 def test_what_there_is_to_compare_with(world, data):
     config, _, drafter, prompts = world
-    with pytest.raises(EyasError, match="has not decoded.*python -m eyas decode"):
+    with pytest.raises(EyasError, match="has not decoded.*python -m eyas evaluate decode"):
         our_decoding(config, prompts)  # another data folder
     with pytest.raises(EyasError, match="no prompts"):
         our_decoding(config, [])

@@ -204,7 +204,7 @@ def test_a_server_without_drafter_says_so(world, plain):
 
 
 @server
-@pytest.mark.parametrize("name", ["tree", "shifted"])
+@pytest.mark.parametrize("name", ["tree", pytest.param("shifted", marks=pytest.mark.slow)])
 def test_drafting_does_not_change_the_output(request, plain, name):
     """One at a time, and twelve in a batch of several lengths; sampled requests are served too."""
     drafting = request.getfixturevalue(name)
@@ -249,6 +249,7 @@ def test_a_tree_accepts_what_our_decoding_does(world, tree):
     )  # more is accepted in a step, so there are fewer
 
 
+@pytest.mark.slow
 @server
 def test_what_the_server_says_it_feeds_is_what_it_feeds(world, shifted):
     """Ids that mean other boundaries are seen in the running server, and our own decoding, fed with
@@ -329,7 +330,9 @@ def test_float32_on_a_gpu_is_refused_before_anything_starts(world, tmp_path):
 
 def test_no_drafter_there(world, tmp_path):
     config = Config.create(run_name="x", target=str(world.target.folder))
-    with pytest.raises(EyasError, match="no config.json in 'nothing'.*python -m eyas export"):
+    with pytest.raises(
+        EyasError, match="no config.json in 'nothing'.*python -m eyas drafter export"
+    ):
         serving_up(config, tmp_path / "nothing", tmp_path / "server")
 
 

@@ -22,7 +22,7 @@ from eyas.files import ROOT, read_json, write_json
 from eyas.inspection.stats import Tokens
 from eyas.intervals import difference_interval
 from eyas.models.target import Head, load_target
-from eyas.report.notebook import declared_parameters
+from eyas.report.parameters import settings_read
 from eyas.report.run import NOTEBOOKS
 from eyas.store.reader import Rows, Store
 from eyas.studies import boundaries as layers
@@ -401,8 +401,8 @@ def test_identity_of_a_training(data, target):
 
 
 def test_notebook_06_hands_every_setting_of_a_training_on():
-    assert set(declared_parameters(sweep.NOTEBOOK)) - {"member", "boundaries"} <= set(
-        declared_parameters(NOTEBOOKS / "06_layer_choice.ipynb")
+    assert settings_read(sweep.NOTEBOOK) - {"member", "boundaries"} <= settings_read(
+        NOTEBOOKS / "06_layer_choice.ipynb"
     )
 
 

@@ -396,7 +396,7 @@ Path(sys.argv[4], f"judged-{ranks.RANK}").write_text(" ".join(judged))
 """
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_ranks_give_the_result_of_one(data, store, target, tmp_path, parallel, capsys):
     """With gloo on this machine, under torchrun; some steps have a single sample, so one rank has
     nothing of its own. Each judges its share of the held-out samples. A checkpoint of two ranks

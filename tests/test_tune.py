@@ -404,7 +404,7 @@ def test_the_profile_that_is_written_loads(data, tmp_path):
 
 def test_what_a_result_says(data):
     config = Config(run_name="mine")
-    assert find_result(config) is None and "python -m eyas tune" in how_to_tune(config)
+    assert find_result(config) is None and "python -m eyas study server" in how_to_tune(config)
     write_json(config.tune_dir / "result.json", made_result(True))
     assert find_result(config) is None, "not sealed"
     write_json(config.tune_dir / "result.json", seal(made_result(True)))
@@ -563,7 +563,8 @@ def test_a_killed_search_goes_on_and_a_setting_that_fails_is_refused(data, tmp_p
         sys.executable,
         "-m",
         "eyas",
-        "tune",
+        "study",
+        "server",
         *(word for name, value in settings.items() for word in ("-p", name, str(value))),
     ]
     environment = os.environ | {

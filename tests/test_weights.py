@@ -81,7 +81,7 @@ def test_every_command_refuses_a_target_that_lacks_a_weight(data, tmp_path, caps
     configure(folder, tie_word_embeddings=tie)
     code, out = run(capsys, "doctor", "--target", folder)
     assert code == 1 and f"1 weight that config.json asks for is missing: {missing}" in out
-    for command in (["plan"], ["target"], ["server", "command"], ["server", "up"]):
+    for command in (["plan"], ["server", "command"], ["server", "up"]):
         code, out = run(capsys, *command, "-p", "target", folder, "-p", "run_name", "lacks")
         assert code != 0 and missing in out and "python -m eyas doctor --target FOLDER" in out, (
             command

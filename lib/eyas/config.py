@@ -3,7 +3,7 @@
 Profiles are `notebooks/profiles/*.yaml`; `papermill -f` reads them too. A profile writes a setting
 flat (`epochs: 3.0`) or in its group (`training: {epochs: 3.0}`). `Config.create(**values)` reads
 values as YAML and `-p` write them, checks them and refuses what it does not know.
-`python -m eyas profile --explain` prints all settings.
+`python -m eyas settings` prints all settings.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from eyas.files import ROOT, data_dir
 from eyas.passthrough import read_flags, read_variables
 
 PROFILES = ROOT / "notebooks" / "profiles"
-EXPLAIN = "python -m eyas profile --explain"
+EXPLAIN = "python -m eyas settings"
 CHECKED = ConfigDict(extra="forbid")
 
 
@@ -505,7 +505,7 @@ class ReportSettings:
     compare_run: FolderName = Field(
         "",
         description="Another run: its store is compared in notebook 03, its acceptance by "
-        "`compare`. Empty: none.",
+        "`evaluate compare`. Empty: none.",
     )
 
 
@@ -699,7 +699,7 @@ class Config(
             raise EyasError(
                 f"extra_boundaries = {self.extra_boundaries!r}",
                 "'all' or a list such as '0,5,9'",
-                "python -m eyas profile --explain",
+                "python -m eyas settings",
             ) from None
 
     @property

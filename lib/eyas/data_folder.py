@@ -1,4 +1,10 @@
-"""What lies in the data folder, and deleting it: `python -m eyas data`, `python -m eyas data rm RUN`. A store that a drafter's record names is kept."""
+"""List and delete what is in the data folder.
+
+    python -m eyas data
+    python -m eyas data rm RUN
+
+A store that a drafter's record names is kept.
+"""
 
 import contextlib
 import shutil
@@ -16,7 +22,7 @@ from eyas.store.reader import Store, lock_store
 
 
 def list_runs() -> pd.DataFrame:
-    """A row per run and part of it: files and bytes."""
+    """Return one row for each part of each run: its files and bytes."""
     rows = []
     for run in sorted((data_dir() / "runs").glob("*/")):
         for part in RUN_PARTS:
@@ -30,7 +36,10 @@ def list_runs() -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Removal:
-    """What `remove` would delete. `named_by`: runs whose drafter was trained from this store."""
+    """Describe what `remove` would delete.
+
+    named_by: runs whose drafter was trained from this store.
+    """
 
     folders: tuple[Path, ...]
     files: int
@@ -43,16 +52,15 @@ class Removal:
 
 
 def look(run_name: str, parts: tuple[str, ...]) -> Removal:
-    """EyasError when the run has none of these parts."""
+    """Describe the removal of parts of a run. Raise EyasError if it has none of them."""
     run = data_dir() / "runs" / run_name
-    plain = (
-        run.parent == data_dir() / "runs" and run.name == run_name != ".."
-    )  # never a folder elsewhere
-    folders = tuple(run / part for part in parts if plain and (run / part).is_dir())
+    # A name such as "../x" would lead to a folder elsewhere.
+    inside = run.parent == data_dir() / "runs" and run.name == run_name != ".."
+    folders = tuple(run / part for part in parts if inside and (run / part).is_dir())
     if not folders:
         raise EyasError(
             f"run {run_name!r} has no {' or '.join(parts)}",
-            "a run and a part that are there",
+            "a run and a part that exist",
             "python -m eyas data",
         )
     measured = [_measure(folder) for folder in folders]
@@ -66,7 +74,11 @@ def look(run_name: str, parts: tuple[str, ...]) -> Removal:
 
 
 def remove(removal: Removal, force: bool = False) -> None:
-    """Delete it. EyasError when a drafter's record names the store (unless `force`), somebody is writing to it or the run's server is up."""
+    """Delete the folders.
+
+    Raise EyasError if a drafter's record names the store (unless `force`), if another process is
+    writing to it, or if the run's server is up.
+    """
     if removal.named_by and not force:
         raise EyasError(
             f"the drafter of run {', '.join(removal.named_by)} was trained from this store",
@@ -88,7 +100,10 @@ def remove(removal: Removal, force: bool = False) -> None:
 
 
 def _measure(folder: Path) -> tuple[int, int]:
-    """(files, bytes) of a folder, which may be a link and may be written to meanwhile."""
+    """Return the number of files and bytes of a folder.
+
+    The folder may be a link, and another process may write to it.
+    """
     sizes = []
     for path in folder.resolve().rglob("*"):
         with contextlib.suppress(OSError):
@@ -98,7 +113,10 @@ def _measure(folder: Path) -> tuple[int, int]:
 
 
 def _named_by(store: Path) -> list[str]:
-    """Runs whose drafter was trained from this store: by its record, or because it is the run's own."""
+    """Return the runs whose drafter was trained from this store.
+
+    The drafter's record names the store, or the drafter is in the same run.
+    """
     try:
         identity = Store.open(store).identity
     except EyasError:
@@ -109,10 +127,8 @@ def _named_by(store: Path) -> list[str]:
             record = read_record(folder)
         except EyasError:
             continue
-        if (
-            folder.parent == store.parent
-            or identity is not None
-            and record.get("store") == identity
-        ):
+        same_run = folder.parent == store.parent
+        named = identity is not None and record.get("store") == identity
+        if same_run or named:
             names.append(folder.parent.name)
     return names

@@ -151,7 +151,7 @@ def _unreadable_config(name: str, folder: Path, error: Exception) -> Check:
     reason = f"no {error.args[0]}" if isinstance(error, KeyError) else str(error).splitlines()[0]
     command = "a folder that save_pretrained wrote"
     if name == "embedded":
-        command = f"{_python()} -m eyas target"
+        command = f"{_python()} -m eyas doctor --target embedded"
     return Check("config.json", False, f"{folder.name}: {reason}", command)
 
 
@@ -705,7 +705,7 @@ def check_target() -> Check:
         ok, detail = embedded_state()
     except EyasError as error:
         return Check("embedded target", False, error.found, error.next_command)
-    return Check("embedded target", ok, detail, f"{_python()} -m eyas target")
+    return Check("embedded target", ok, detail, f"{_python()} -m eyas doctor --target embedded")
 
 
 def check_browser() -> Check:

@@ -48,13 +48,12 @@ TRAIN = TARGET | _names(
 )
 
 READS: dict[str, Names] = {
-    "target": TARGET,
     "server up": SERVER | STORED | FIND,
-    "server command": SERVER | STORED | FIND,
+    "server command": (SERVER - _names("server_timeout_s")) | STORED,
     "server wait": FIND | _names("server_timeout_s"),
     "server status": FIND,
     "server down": FIND,
-    "tune": SERVER
+    "study server": SERVER
     | STORED
     | CHOSEN
     | _names(
@@ -66,34 +65,36 @@ READS: dict[str, Names] = {
     "plan": TARGET | STORED | CHOSEN | _names("dtype shard_mib spool_gib store_fp8"),
     "extract": EXTRACT,
     "verify": EXTRACT,  # --repair extracts again
-    "store export": RUN | _names("boundaries"),
-    "store import": RUN
+    "data export": RUN | _names("boundaries"),
+    "data import": RUN
     | TARGET
     | _names("boundaries shard_mib store_fp8 train_samples heldout_samples"),
     "parity": SERVER | STORED | FIND | ANSWERED | _names("parity_samples max_length"),
     "train": TRAIN,
-    "sweep": (TRAIN - _names("member boundaries"))
+    "study layers": (TRAIN - _names("member boundaries"))
     | _names(
         "speculative_num_steps sweep_parallel ray_address sweep_seeds contenders forward_tried"
     ),
-    "walk": JUDGED | _names("speculative_num_steps temperature"),
-    "decode": JUDGED
+    "evaluate offline": JUDGED | _names("speculative_num_steps temperature"),
+    "evaluate decode": JUDGED
     | DRAFT
     | EVALUATED
     | _names("temperature baseline_prompts speed_steps speed_topk check_bf16_prompts"),
-    "compare": _names("run_name member drafter_run drafter_weights compare_run seed"),
-    "serve-check": (SERVER - _names("spool_dir"))
+    "evaluate compare": _names("run_name member drafter_run drafter_weights compare_run seed"),
+    "evaluate served": (SERVER - _names("spool_dir"))
     | JUDGED
     | EVALUATED
     | _names(
         "temperature concurrency request_timeout_s serve_prompts serve_url serve_dtype "
         "serve_timed_prompts"
     ),
-    "export": TARGET | DRAFT | _names("run_name member drafter_weights dtype tensor_parallel"),
-    "import-drafter": TARGET | _names("run_name member boundaries"),
+    "drafter export": TARGET
+    | DRAFT
+    | _names("run_name member drafter_weights dtype tensor_parallel"),
+    "drafter import": TARGET | _names("run_name member boundaries"),
     "job follow": RUN,
     "job stop": RUN,
-}  # `profile` prints every setting, `report` hands them to the notebooks that declare them
+}  # `settings` prints every setting, `report` hands them to the notebooks that declare them
 
 
 def without_effect(command: str, names: list[str], config: Config) -> str:
@@ -105,7 +106,7 @@ def without_effect(command: str, names: list[str], config: Config) -> str:
         return ""
     names = [name.rpartition(".")[2] for name in names]  # -p training.epochs 3
     found = [name for name in names if name not in READS[command]]
-    if command in ("train", "sweep") and config.initial_weights != "drafter":
+    if command in ("train", "study layers") and config.initial_weights != "drafter":
         found += [
             name for name in names if name in ("drafter_run", "drafter_weights")
         ]  # they say which one

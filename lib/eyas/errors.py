@@ -1,4 +1,7 @@
-"""The one exception for things that a person can put right: what was found, what was expected, what to type next."""
+"""Define EyasError, the one exception for things that a person can correct.
+
+It says what was found, what was expected, and what to type next.
+"""
 
 import re
 import sys
@@ -6,10 +9,15 @@ import traceback
 
 
 class EyasError(Exception):
-    """`found` says what is wrong, `expected` what would have been right, `next_command` what to type now."""
+    """Report a problem that a person can correct.
+
+    found: what is wrong. expected: what would be right. next_command: what to type now.
+    """
 
     def __init__(self, found: str, expected: str = "", next_command: str = ""):
-        self.found, self.expected, self.next_command = found, expected, next_command
+        self.found = found
+        self.expected = expected
+        self.next_command = next_command
         message = found
         if expected:
             message += f"; expected {expected}"
@@ -18,17 +26,17 @@ class EyasError(Exception):
         super().__init__(message)
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows in place of a traceback (IPython asks for it by this name): the message, a line for each part, and where it came from."""
-        places = [
-            frame
-            for frame in traceback.extract_tb(self.__traceback__)
-            if "/eyas/" in frame.filename
-        ]
-        where = (
-            f"(eyas/{places[-1].filename.rpartition('/eyas/')[2]}, line {places[-1].lineno})"
-            if places
-            else ""
-        )
+        """Return the lines that a notebook shows in place of a traceback.
+
+        IPython calls this method by its name. The lines are the parts of the message, and the place
+        in our code that raised the error.
+        """
+        frames = traceback.extract_tb(self.__traceback__)
+        ours = [frame for frame in frames if "/eyas/" in frame.filename]
+        where = ""
+        if ours:
+            module = ours[-1].filename.rpartition("/eyas/")[2]
+            where = f"(eyas/{module}, line {ours[-1].lineno})"
         lines = [f"EyasError: {self.found}  {where}".rstrip()]
         if self.expected:
             lines.append(f"expected: {self.expected}")
@@ -38,17 +46,29 @@ class EyasError(Exception):
 
 
 def _as_in_this_notebook(next_command: str) -> str:
-    """A command that a message names is for the run at hand: with the settings of the notebook that shows it, where they are not the defaults."""
+    """Return the settings to add to a command so that it applies to this notebook's run.
+
+    The result is empty outside a notebook, for a command without settings, and for default
+    settings.
+    """
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    options = getattr(shell.user_ns.get("config") if shell is not None else None, "options", None)
-    here = (
-        options(unless=next_command) if options is not None and takes_settings(next_command) else ""
-    )
-    return f", with {here} as here" if here else ""
+    if shell is None:
+        return ""
+    options = getattr(shell.user_ns.get("config"), "options", None)
+    if options is None or not takes_settings(next_command):
+        return ""
+    settings = options(unless=next_command)
+    return f", with {settings} as here" if settings else ""
+
+
+WITHOUT_SETTINGS = (
+    "data (?:list|rm)|doctor|drafter layer-ids|job|prompts (?:build|import)"
+    "|report (?:index|summary)|settings"
+)
 
 
 def takes_settings(command: str) -> bool:
-    """Whether a command of ours that a message names takes `--profile` and `-p`."""
+    """Return whether a command of ours in a message takes `--profile` and `-p`."""
     return bool(
-        re.search("python -m eyas (?!data|doctor|index|job|prompts build|profile|summary)", command)
+        re.search(f"python -m eyas (?!{WITHOUT_SETTINGS})", command)
     ) and not command.endswith("--help")

@@ -1,4 +1,7 @@
-"""Where things lie, and writing that is whole or absent: temporary name in the same folder, flush, fsync, rename."""
+"""Name the folders of the project, and write files that are whole or absent.
+
+A file is written under a temporary name in the same folder, flushed, synced to disk and renamed.
+"""
 
 import hashlib
 import itertools
@@ -12,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas as pd
-    import torch  # seconds to import, and most commands do without
+    import torch  # takes seconds to import, and most commands do not need it
 
-RUN_PARTS = (
+RUN_PARTS = (  # folders of a run
     "store",
     "drafter",
     "export",
@@ -25,21 +28,27 @@ RUN_PARTS = (
     "tune",
     "sweep",
     "jobs",
-)  # folders of a run
+)
 ROOT = Path(__file__).resolve().parents[2]  # the repository
 
 
 def data_dir() -> Path:
-    """The one ignored folder for hidden states, checkpoints and converted models: EYAS_DATA, else data/."""
+    """Return the folder of hidden states, checkpoints and converted models.
+
+    It is EYAS_DATA, or data/ in the repository. git ignores it.
+    """
     return Path(os.environ.get("EYAS_DATA") or ROOT / "data").absolute()
 
 
 def write_atomic(path: Path, write: Callable[[Path], Any]) -> Path:
-    """Call `write(temporary path)`, then fsync and rename to `path`. On any error the temporary file is removed."""
+    """Call `write(temporary path)`, sync the file to disk and rename it to `path`.
+
+    On any error the temporary file is removed.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    os.fchmod(handle, 0o644)  # mkstemp's files are for their owner alone, reports are for everybody
+    os.fchmod(handle, 0o644)  # mkstemp's files are only for their owner
     os.close(handle)
     temporary = Path(name)
     try:
@@ -58,32 +67,38 @@ def write_atomic(path: Path, write: Callable[[Path], Any]) -> Path:
 
 
 def write_text(path: Path, text: str) -> Path:
+    """Write a text file in UTF-8, whole or not at all."""
     return write_atomic(path, lambda p: p.write_text(text, encoding="utf-8"))
 
 
 def write_json(path: Path, data: Any) -> Path:
+    """Write a JSON file with an indent of 2, whole or not at all."""
     return write_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
 
 def set_aside(folder: Path, names: Iterable[str], why: str) -> Path | None:
-    """Move these files of a folder into its next free earlier-N folder, and say so; None where none of them exists.
+    """Move these files of a folder into its next free earlier-N folder, and print that.
 
-    For what another command or other settings made: it is kept where the new one takes its place. `why` says what it was.
+    Return that folder, or None if none of the files exists. It keeps what another command or other
+    settings made, when something new takes its place. `why` says what it was.
     """
     folder = Path(folder)
-    found = [name for name in names if (folder / name).is_file()]
-    if not found:
+    existing = [name for name in names if (folder / name).is_file()]
+    if not existing:
         return None
     kept = next(path for n in itertools.count(1) if not (path := folder / f"earlier-{n}").exists())
     kept.mkdir()
-    for name in found:
+    for name in existing:
         os.replace(folder / name, kept / name)
-    print(f"note: {why}; kept in {shown(kept)}: {', '.join(found)}")
+    print(f"note: {why}; kept in {shown(kept)}: {', '.join(existing)}")
     return kept
 
 
 def shown(path: Path) -> str:
-    """Return a path as people are told it: from the data folder or the repository on, where it is inside."""
+    """Return a path as messages show it.
+
+    It is relative to the data folder or the repository if it is inside, otherwise the name alone.
+    """
     for root in (data_dir(), ROOT):
         if path.is_relative_to(root):
             return str(path.relative_to(root))
@@ -91,11 +106,16 @@ def shown(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
+    """Return the content of a JSON file."""
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def read_parquet(path: Path) -> "pd.DataFrame":
-    """A table that may be replaced meanwhile. pandas and pyarrow open a path twice, and join the first file's page headers with the second one's bytes."""
+    """Read a Parquet table that may be replaced at the same time.
+
+    pandas and pyarrow open a path twice. If the file is replaced in between, they join the page
+    headers of the first file with the bytes of the second. So the file is opened once here.
+    """
     import pandas as pd
 
     with open(path, "rb") as file:
@@ -103,7 +123,10 @@ def read_parquet(path: Path) -> "pd.DataFrame":
 
 
 def seal(data: dict) -> dict:
-    """The same with `content_hash`, xxh3-128 of the rest as canonical JSON: an altered character that changes anything is found."""
+    """Return the data with a `content_hash`, the xxh3-128 of the rest as canonical JSON.
+
+    The hash detects every altered character that changes the content.
+    """
     import xxhash  # not at the top: `doctor` runs without any package
 
     rest = {key: value for key, value in data.items() if key != "content_hash"}
@@ -111,6 +134,7 @@ def seal(data: dict) -> dict:
 
 
 def is_sealed(data: Any) -> bool:
+    """Return whether `data` is a dict whose `content_hash` is right."""
     return (
         isinstance(data, dict)
         and "content_hash" in data
@@ -134,29 +158,29 @@ SAFETENSORS_NAMES = {
 def write_safetensors(
     path: Path, tensors: "dict[str, torch.Tensor | list[torch.Tensor]]", metadata: dict[str, str]
 ) -> Path:
-    """`path` whole or absent, as `safetensors.torch.save_file` would write it. A list of tensors is written as their concatenation along the first axis.
+    """Write a safetensors file, byte for byte as `safetensors.torch.save_file` would.
 
-    The pieces go to the file as they lie in memory: nothing is joined or copied first, which for a shard of some GiB is what counts.
+    A list of tensors is written as their concatenation along the first axis. The pieces are written
+    from where they are in memory: nothing is joined or copied first, which matters for a shard of
+    several GiB.
     """
     import torch
 
-    pieces = {
-        name: [t.contiguous() for t in (value if isinstance(value, list) else [value])]
-        for name, value in tensors.items()
-    }
+    pieces = {}
+    for name, value in tensors.items():
+        parts = value if isinstance(value, list) else [value]
+        pieces[name] = [t.contiguous() for t in parts]
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    names = sorted(
-        pieces, key=lambda name: -pieces[name][0].element_size()
-    )  # wide types first: every tensor starts at a multiple of its own width
+    # Wide types come first, so that every tensor starts at a multiple of its own width.
+    names = sorted(pieces, key=lambda name: -pieces[name][0].element_size())
     end = 0
     for name in names:
-        first, start = pieces[name][0], end
+        first = pieces[name][0]
+        start = end
         end += sum(t.nbytes for t in pieces[name])
-        shape = (
-            list(first.shape)
-            if not isinstance(tensors[name], list)
-            else [sum(len(t) for t in pieces[name]), *first.shape[1:]]
-        )
+        shape = list(first.shape)
+        if isinstance(tensors[name], list):
+            shape[0] = sum(len(t) for t in pieces[name])
         header[name] = {
             "dtype": SAFETENSORS_NAMES[str(first.dtype)],
             "shape": shape,
@@ -177,18 +201,20 @@ def write_safetensors(
 
 
 def _write_all(file, data) -> None:
+    """Write all bytes to an unbuffered file, which may take fewer a call."""
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
 
 
 def sha256_file(path: Path) -> str:
+    """Return the sha256 of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_json(data: Any) -> str:
-    """Hash of the canonical JSON text, the same on every machine."""
+    """Return the sha256 of the canonical JSON text, which is the same on every machine."""
     return hashlib.sha256(_canonical(data)).hexdigest()
 
 
@@ -197,7 +223,10 @@ def _canonical(data: Any) -> bytes:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit and whether there are uncommitted changes outside reports/ (which every run writes); commit None without git."""
+    """Return the commit, and whether there are uncommitted changes outside reports/.
+
+    Every run writes reports/. The commit is None without git.
+    """
 
     def git(*arguments):
         return subprocess.run(
@@ -214,6 +243,8 @@ def git_state() -> dict[str, Any]:
 
 
 def code_version() -> str:
-    """The commit, with + where there are uncommitted changes outside reports/; unknown without git."""
+    """Return the commit, with + for uncommitted changes outside reports/; "unknown" without git."""
     state = git_state()
-    return state["commit"][:12] + "+" * state["dirty"] if state["commit"] else "unknown"
+    if not state["commit"]:
+        return "unknown"
+    return state["commit"][:12] + ("+" if state["dirty"] else "")

@@ -1,7 +1,8 @@
-"""Intervals for ratios of counts: the percentile bootstrap over prompts, the one place where counts become ratios.
+"""Compute intervals for ratios of counts with the percentile bootstrap over prompts.
 
-The tokens of one prompt are not independent, so what is drawn again is whole prompts (or stored samples): a ratio of sums, its
-numerators and denominators drawn together. The seed is fixed by the profile, so a report repeats.
+This is the one place where counts become ratios. The tokens of one prompt are not independent. So
+whole prompts (or stored samples) are drawn again: the ratio is one of sums, and its numerators and
+denominators are drawn together. The profile fixes the seed, so a report can be repeated.
 """
 
 from dataclasses import dataclass
@@ -14,43 +15,48 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """`value` = sum(numerator) / sum(denominator) and its percentile interval; None where there is nothing to divide or to draw from."""
+    """Hold value = sum(numerator) / sum(denominator) and its percentile interval.
+
+    They are None if there is nothing to divide, or nothing to draw from.
+    """
 
     value: float | None
     low: float | None
     high: float | None
 
     def as_dict(self) -> dict:
+        """Return the interval as JSON has it."""
         return {"value": self.value, "low": self.low, "high": self.high, "level": LEVEL}
 
 
 def ratio_interval(numerator, denominator, seed: int) -> Interval:
-    """Ratio of sums with its interval. Both arguments hold one number a prompt; with fewer than two prompts there is no interval.
+    """Return a ratio of sums with its interval.
 
-    Draws whose denominator is 0 (no prompt reached this draft position) say nothing about the ratio and are left out.
+    Both arguments hold one number a prompt. With fewer than two prompts there is no interval. Draws
+    whose denominator is 0 (no prompt reached this draft position) are left out.
     """
-    top, bottom = (
-        np.asarray(numerator, dtype=np.float64),
-        np.asarray(denominator, dtype=np.float64),
-    )  # [prompts]
+    top = np.asarray(numerator, dtype=np.float64)  # [prompts]
+    bottom = np.asarray(denominator, dtype=np.float64)  # [prompts]
     if bottom.sum() == 0:
         return Interval(None, None, None)
     value = float(top.sum() / bottom.sum())
     if len(top) < 2:
         return Interval(value, None, None)
     weights = _draws(len(top), seed)  # [draws, prompts]
-    tops, bottoms = weights @ top, weights @ bottom  # [draws]
+    tops = weights @ top  # [draws]
+    bottoms = weights @ bottom  # [draws]
     return Interval(value, *_quantiles(tops[bottoms > 0] / bottoms[bottoms > 0]))
 
 
 def difference_interval(first, second, seed: int) -> Interval:
-    """Ratio of the first minus ratio of the second, each a pair (numerator, denominator) as `ratio_interval` takes them, of the same prompts in the same order.
+    """Return the ratio of the first minus the ratio of the second, with its interval.
 
-    The prompts are drawn together for both, so what makes a prompt easy or hard for both cancels out.
+    Each argument is a pair (numerator, denominator) as `ratio_interval` takes them, of the same
+    prompts in the same order. The prompts are drawn together for both, so what makes a prompt easy
+    or hard for both cancels out.
     """
-    (top_a, bottom_a), (top_b, bottom_b) = (
-        [np.asarray(column, dtype=np.float64) for column in pair] for pair in (first, second)
-    )  # [prompts]
+    top_a, bottom_a = [np.asarray(column, dtype=np.float64) for column in first]  # [prompts]
+    top_b, bottom_b = [np.asarray(column, dtype=np.float64) for column in second]  # [prompts]
     if bottom_a.sum() == 0 or bottom_b.sum() == 0:
         return Interval(None, None, None)
     value = float(top_a.sum() / bottom_a.sum() - top_b.sum() / bottom_b.sum())
@@ -59,14 +65,14 @@ def difference_interval(first, second, seed: int) -> Interval:
     weights = _draws(len(top_a), seed)  # [draws, prompts]
     both = (weights @ bottom_a > 0) & (weights @ bottom_b > 0)
     weights = weights[both]
-    low, high = _quantiles(
-        (weights @ top_a) / (weights @ bottom_a) - (weights @ top_b) / (weights @ bottom_b)
-    )
+    ratios_a = (weights @ top_a) / (weights @ bottom_a)  # [draws]
+    ratios_b = (weights @ top_b) / (weights @ bottom_b)  # [draws]
+    low, high = _quantiles(ratios_a - ratios_b)
     return Interval(value, low, high)
 
 
 def _draws(n: int, seed: int) -> np.ndarray:
-    """How often each of n prompts was drawn, [RESAMPLES, n]."""
+    """Return how often each of n prompts was drawn, [RESAMPLES, n]."""
     return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
 
 
@@ -76,9 +82,10 @@ def _quantiles(values: np.ndarray) -> tuple[float, float]:
 
 
 def interval_text(record: dict) -> str:
-    """`Interval.as_dict` as 1.724 [1.601, 1.853]."""
+    """Return the result of `Interval.as_dict` as text, for example "1.724 [1.601, 1.853]"."""
     if record["value"] is None:
         return "n/a"
-    return f"{record['value']:.3f}" + (
-        "" if record["low"] is None else f" [{record['low']:.3f}, {record['high']:.3f}]"
-    )
+    text = f"{record['value']:.3f}"
+    if record["low"] is not None:
+        text += f" [{record['low']:.3f}, {record['high']:.3f}]"
+    return text

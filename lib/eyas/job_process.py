@@ -1,4 +1,7 @@
-"""The process of one background job: run a command and write `end.json` when it ends. `python -m eyas.job_process FOLDER COMMAND ...`"""
+"""The process of one background job: it runs a command and writes `end.json` when it ends.
+
+python -m eyas.job_process FOLDER COMMAND ...
+"""
 
 import signal
 import sys
@@ -12,19 +15,12 @@ from eyas.jobs import INTERRUPTED, now
 
 
 def _main(folder: Path, arguments: list[str]) -> int:
-    """Inside the job."""
+    """Run the command inside the job, write `end.json`, and return the exit code."""
     from eyas.cli import build_parser
 
-    def interrupt(*_):
-        signal.signal(
-            signal.SIGTERM, signal.SIG_IGN
-        )  # once is enough: what follows puts things in order
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell that starts one in the background has it ignored
+    signal.signal(signal.SIGTERM, _interrupt)
+    # A shell that starts a process in the background has this signal ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     progress.job_folder = folder
     end = {"state": "failed", "code": 1}
     try:
@@ -40,15 +36,20 @@ def _main(folder: Path, arguments: list[str]) -> int:
             "next_command": error.next_command,
         }
     except (KeyboardInterrupt, SystemExit) as error:
-        if (
-            isinstance(error, KeyboardInterrupt) or error.code == signal.SIGTERM
-        ):  # which is what Ray's own handler raises
+        terminated = isinstance(error, SystemExit) and error.code == signal.SIGTERM  # Ray's handler
+        if isinstance(error, KeyboardInterrupt) or terminated:
             print("eyas: stopped", file=sys.stderr)
             end = {"state": "stopped", "code": INTERRUPTED}
     except BaseException:
         traceback.print_exc()
     write_json(folder / "end.json", end | {"ended": now()})
     return end["code"]
+
+
+def _interrupt(*_) -> None:
+    """Turn SIGTERM into what Ctrl-C does; a second one must not disturb the clean-up."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""From a prompt set to a store: the extraction client, its plan, and the check that the store is complete."""
+"""Extract a prompt set into a store: the client, its plan, and the check of the store."""

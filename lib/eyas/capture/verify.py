@@ -1,10 +1,16 @@
-"""Is a store complete and whole? `python -m eyas verify --profile P` reads every byte back; `--repair` has just what is broken made again.
+"""Verify that a store is complete and whole. `python -m eyas verify --profile P` reads every byte.
 
-Whether it is the *right thing* (serving's own states) is another question: `python -m eyas parity`.
+`--repair` marks what is broken, so that only that is made again. `python -m eyas parity` answers
+the other question: whether the states are those of serving.
 
-What finds an altered byte: manifest.json and data_config.json carry a hash of their content, index.parquet a hash of its rows, each row the
-content hash of its sample, each shard its rows of the index and a hash of them. A change that leaves all of them as they are is harmless by
-construction: it is in white space of a JSON file, in bytes of the Parquet file that no value comes from, or in the zeros of a place whose sample is not there.
+What finds an altered byte:
+
+- manifest.json and data_config.json carry a hash of their content;
+- index.parquet carries a hash of its rows, and each row the content hash of its sample;
+- each shard carries its rows of the index, and a hash of them.
+
+A change that leaves all of these as they are is harmless: it is in white space of a JSON file, in
+bytes of the Parquet file that hold no value, or in the zeros in place of a missing sample.
 """
 
 import contextlib
@@ -44,20 +50,26 @@ from eyas.store.summary import counted, last_run, write_data_config
 
 @dataclass
 class VerifyReport:
-    """`checks`: (name, ok, detail), in the order in which they were made. `damaged`: sample id -> what is wrong with it. `extra`: files that are not the store's."""
+    """Hold the result of a verification.
+
+    checks: (name, ok, detail) in the order in which they were made.
+    damaged: {sample id: what is wrong with it}.
+    extra: files that are not the store's.
+    foreign: the prompt set or the tokenizer is another than the store was made from.
+    """
 
     checks: list[tuple[str, bool, str]] = field(default_factory=list)
     damaged: dict[str, str] = field(default_factory=dict)
     extra: list[str] = field(default_factory=list)
-    foreign: bool = (
-        False  # compared with another prompt set or tokenizer than the store was made from
-    )
+    foreign: bool = False
 
     @property
     def ok(self) -> bool:
+        """Return whether all checks passed."""
         return all(ok for _, ok, _ in self.checks)
 
     def table(self) -> pd.DataFrame:
+        """Return one row a check."""
         return pd.DataFrame(self.checks, columns=["check", "ok", "detail"])
 
     def __str__(self) -> str:
@@ -77,10 +89,13 @@ def verify(
     deep: bool = True,
     head: Head | None = None,
 ) -> VerifyReport:
-    """Read everything back; not `deep`: sizes and headers only. With the prompt set and the tokenizer, ids and masks are compared with what they should be,
-    with the target's `head` the copied one.
+    """Read the whole store and check it; if not `deep`, only sizes and headers.
 
-    The report is kept beside the store, as verification.json, where that can be written. EyasError when there is no store, or somebody is writing to it.
+    With the prompt set and the tokenizer, ids and masks are compared with what they should be. With
+    the target's `head`, the copied one is compared with it. The report is written beside the store,
+    as verification.json, if the folder is writable.
+
+    Raise EyasError if there is no store, or if another process is writing to it.
     """
     with lock_for_reading(folder) or contextlib.nullcontext():
         return _verify(folder, prompts, tokenizer, deep, head)
@@ -96,21 +111,8 @@ def _verify(
         report.checks.append((error.found.split(" ")[0], False, error.found))
         _keep(Path(folder), report, deep)
         return report
-    index = store.index
-    done = index[index["state"] == "extracted"]
-    states = index["state"].value_counts()
-    doubled = sorted(set(index.loc[index["id"].duplicated(), "id"]))
-    detail = (
-        " + ".join(
-            f"{states.get(state, 0)} {state}" for state in ("extracted", "failed", "pending")
-        )
-        + f" = {len(index)} rows"
-    )
-    if states.get("pending", 0):
-        detail += "; pending ones come with the same extract again"
-    report.checks.append(
-        ("index", not doubled, detail + (f"; doubled: {doubled[:3]}" if doubled else ""))
-    )
+    done = store.index[store.index["state"] == "extracted"]
+    _check_index(store.index, report)
     expected = _expected(store, prompts, tokenizer, report)
     report.checks.append(("head", *_check_head(store, head)))
     if deep:
@@ -124,9 +126,26 @@ def _verify(
     return report
 
 
+def _check_index(index: pd.DataFrame, report: VerifyReport) -> None:
+    """Check that no sample is in the index twice, and count its states."""
+    counts = index["state"].value_counts()
+    states = [f"{counts.get(state, 0)} {state}" for state in ("extracted", "failed", "pending")]
+    detail = f"{' + '.join(states)} = {len(index)} rows"
+    if counts.get("pending", 0):
+        detail += "; the same extract again makes the pending ones"
+    doubled = sorted(set(index.loc[index["id"].duplicated(), "id"]))
+    if doubled:
+        detail += f"; doubled: {doubled[:3]}"
+    report.checks.append(("index", not doubled, detail))
+
+
 def _check_head(store: Store, head: Head | None) -> tuple[bool, str]:
-    """Return whether head.safetensors is as written and, where the target's head is given, the target's own; and that in words."""
-    weights, again = read_head(store.folder), "--repair has it written again"
+    """Return whether head.safetensors is as written, and that in words.
+
+    If the target's head is given, it must equal that too.
+    """
+    again = "--repair has it written again"
+    weights = read_head(store.folder)
     if weights is None:
         return False, f"missing, torn or altered: {again}"
     if head is None:
@@ -138,25 +157,28 @@ def _check_head(store: Store, head: Head | None) -> tuple[bool, str]:
 
 
 def _keep(folder: Path, report: VerifyReport, deep: bool) -> None:
+    """Write verification.json. A full or read-only disk is no fault of the store."""
     checks = [
         {"check": name, "ok": bool(ok), "detail": detail} for name, ok, detail in report.checks
     ]
-    with contextlib.suppress(OSError):  # a full or read-only disk changes nothing about the store
-        write_json(
-            folder / "verification.json",
-            {
-                "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                "ok": report.ok,
-                "deep": deep,
-                "checks": checks,
-                "damaged": report.damaged,
-                "extra": report.extra,
-            },
-        )
+    record = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "ok": report.ok,
+        "deep": deep,
+        "checks": checks,
+        "damaged": report.damaged,
+        "extra": report.extra,
+    }
+    with contextlib.suppress(OSError):
+        write_json(folder / "verification.json", record)
 
 
 def _expected(store: Store, prompts: PromptSet | None, tokenizer, report: VerifyReport) -> dict:
-    """id -> Sample as the prompt set has it now. Nothing for an imported store, or when the manifest names another prompt set or tokenizer: that is no damage of samples."""
+    """Return {id: sample} as the prompt set gives it now.
+
+    The result is empty for an imported store, and if the manifest names another prompt set or
+    tokenizer: then the samples are not damaged.
+    """
     manifest = store.manifest
     if prompts is None or tokenizer is None or manifest["prompts"]["hash"] is None:
         return {}
@@ -165,15 +187,10 @@ def _expected(store: Store, prompts: PromptSet | None, tokenizer, report: Verify
         ("tokenizer", manifest["tokenizer_hash"], tokenizer_hash(tokenizer)),
         ("chat template", manifest["template_hash"], template_hash(tokenizer)),
     ):
-        report.checks.append(
-            (
-                name,
-                was == now,
-                "as in the manifest"
-                if was == now
-                else f"the manifest has {was[:12]}, it is {now[:12]} now",
-            )
-        )
+        detail = "as in the manifest"
+        if was != now:
+            detail = f"the manifest has {was[:12]}, it is {now[:12]} now"
+        report.checks.append((name, was == now, detail))
     report.foreign = not all(ok for _, ok, _ in report.checks[-3:])
     if report.foreign:
         return {}
@@ -186,6 +203,7 @@ def _expected(store: Store, prompts: PromptSet | None, tokenizer, report: Verify
 
 
 def _read_samples(store: Store, done: pd.DataFrame, expected: dict, report: VerifyReport) -> None:
+    """Read every extracted sample, and record what is wrong with it."""
     with Progress(total=len(done)) as progress:
         for row in done.to_dict("records"):
             id = row["id"]
@@ -205,10 +223,12 @@ def _read_samples(store: Store, done: pd.DataFrame, expected: dict, report: Veri
 
 
 def _wrong(store: Store, row: dict, expected) -> str:
-    """The first thing that is wrong with a sample, or nothing."""
-    dtype, width = getattr(torch, store.manifest["dtype"]), store.manifest["hidden_size"]
+    """Return the first thing that is wrong with a sample; empty if nothing is."""
+    dtype = getattr(torch, store.manifest["dtype"])
+    width = store.manifest["hidden_size"]
     stored = store.stored(row)
-    ids, mask = stored["input_ids"], stored["loss_mask"]
+    ids = stored["input_ids"]
+    mask = stored["loss_mask"]
     if len(ids) != row["length"]:
         return f"{len(ids)} tokens, the index says {row['length']}"
     for b in store.boundaries:
@@ -230,104 +250,94 @@ def _wrong(store: Store, row: dict, expected) -> str:
 
 
 def _check_shards(store: Store, report: VerifyReport) -> None:
-    """Each shard has the length that the plan gave it and says of itself what the index says; no file is there that nobody planned."""
-    names, width = (
-        tensor_names(store.boundaries, store.manifest["dtype"]),
-        store.manifest["hidden_size"],
-    )
-    counted_bytes = stored_bytes = 0
+    """Check that each shard has the planned length and repeats its rows of the index.
+
+    Files that the index does not name are reported too.
+    """
+    counted_bytes = 0
+    stored_bytes = 0
     planned: dict[str, list[dict]] = {}  # shard -> its rows of the index
     for row in store.index.to_dict("records"):
         if row["shard"]:
             planned.setdefault(row["shard"], []).append(row)
     for name, rows in sorted(planned.items()):
-        path, done = (
-            store.folder / "shards" / name,
-            [row for row in rows if row["state"] == "extracted"],
-        )
+        done = [row for row in rows if row["state"] == "extracted"]
         counted_bytes += sum(row["length"] for row in done) * store.token_bytes
         if not done:
             continue
-        tokens, what = sum(row["length"] for row in rows), ""
+        path = store.folder / "shards" / name
         try:
-            with safe_open(path, framework="pt") as shard:
-                shapes = {key: shard.get_slice(key).get_shape() for key in shard.keys()}
-            described = {row["id"]: row for row in rows_of_shard(path)}
-            if shapes != {
-                key: [tokens, width] if key.startswith("boundary_") else [tokens] for key in names
-            }:
-                what = "has other tensors than the index says"
-            elif _places(described.values()) != _places(rows) or any(
-                described[row["id"]] != row for row in done
-            ):
-                what = "says other things of its samples than the index"  # it may say more, after a kill
+            fault = _shard_fault(store, path, rows)
             stored_bytes += path.stat().st_size
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-            what = f"cannot be read: {type(error).__name__}"
-        if what:
-            report.damaged.update(
-                {row["id"]: f"{name} {what}" for row in done if row["id"] not in report.damaged}
-            )
+            fault = f"cannot be read: {type(error).__name__}"
+        if fault:
+            for row in done:
+                report.damaged.setdefault(row["id"], f"{name} {fault}")
     folder = store.folder / "shards"
-    report.extra = (
-        sorted(path.name for path in folder.iterdir() if path.name not in planned)
-        if folder.is_dir()
-        else []
-    )
+    files = folder.iterdir() if folder.is_dir() else ()
+    report.extra = sorted(path.name for path in files if path.name not in planned)
     detail = f"{counted_bytes:,} bytes of samples in {stored_bytes:,} bytes of shards"
-    report.checks.append(
-        (
-            "files",
-            not report.extra,
-            detail + (f"; not the store's: {', '.join(report.extra[:5])}" if report.extra else ""),
-        )
+    if report.extra:
+        detail += f"; not the store's: {', '.join(report.extra[:5])}"
+    report.checks.append(("files", not report.extra, detail))
+
+
+def _shard_fault(store: Store, path: Path, rows: list[dict]) -> str:
+    """Return how a shard differs from its rows of the index; empty if it does not.
+
+    After a kill, the shard may describe more extracted samples than the index.
+    """
+    n_tok = sum(row["length"] for row in rows)
+    width = store.manifest["hidden_size"]
+    shapes = {}
+    for key in tensor_names(store.boundaries, store.manifest["dtype"]):
+        shapes[key] = [n_tok, width] if key.startswith("boundary_") else [n_tok]
+    with safe_open(path, framework="pt") as shard:
+        stored_shapes = {key: shard.get_slice(key).get_shape() for key in shard.keys()}
+    described = {row["id"]: row for row in rows_of_shard(path)}
+    if stored_shapes != shapes:
+        return "has other tensors than the index says"
+    differs = _places(described.values()) != _places(rows) or any(
+        described[row["id"]] != row for row in rows if row["state"] == "extracted"
     )
+    return "says other things of its samples than the index" if differs else ""
 
 
 def _places(rows) -> list[tuple]:
-    """What a shard and the index say alike of every sample that was planned for it."""
-    return sorted(
-        (
-            row["offset"],
-            row["id"],
-            row["split"],
-            row["category"],
-            row["topic"],
-            row["shard"],
-            row["length"],
-        )
-        for row in rows
-    )
+    """Return what a shard and the index must say alike of every planned sample."""
+    columns = ("offset", "id", "split", "category", "topic", "shard", "length")
+    return sorted(tuple(row[name] for name in columns) for row in rows)
 
 
 def _check_counts(store: Store, report: VerifyReport) -> None:
-    path, want = store.folder / "data_config.json", counted(store)
+    """Check that data_config.json says what the index says."""
+    wanted = counted(store)
     try:
-        config = read_json(path)
+        config = read_json(store.folder / "data_config.json")
     except (ValueError, OSError):
         config = None
     config = config if isinstance(config, dict) else {}
     wrong = [
         f"{name} is {config.get(name)}, should be {value}"
-        for name, value in want.items()
+        for name, value in wanted.items()
         if config.get(name) != value
     ]
     if not is_sealed(config):
         wrong = ["missing, torn or altered"]
-    report.checks.append(
-        (
-            "data_config.json",
-            not wrong,
-            "; ".join(wrong)
-            or f"{want['total_samples']} samples, {want['total_tokens']:,} tokens, {want['bytes']:,} bytes",
-        )
+    good = (
+        f"{wanted['total_samples']} samples, {wanted['total_tokens']:,} tokens,"
+        f" {wanted['bytes']:,} bytes"
     )
+    report.checks.append(("data_config.json", not wrong, "; ".join(wrong) or good))
 
 
 def repair(folder: Path, report: VerifyReport) -> list[str]:
-    """Put right what can be from the store itself, and mark the rest so that the next `extract` makes just that again. What was done, a line each.
+    """Repair a store from itself, and mark the rest so that `extract` makes only that again.
 
-    A manifest comes back from the index, an index from its shards, data_config.json from both. EyasError when manifest and index are both lost.
+    Return one line for each thing that was done. A manifest is rebuilt from the index, an index
+    from its shards, data_config.json from both. Raise EyasError if manifest and index are both
+    lost.
     """
     with lock_store(folder):
         return _repair(Path(folder), report)
@@ -359,11 +369,13 @@ def _repair(folder: Path, report: VerifyReport) -> list[str]:
     planned = set(read_index(folder)[0]["shard"])
     for name in report.extra:
         path = folder / "shards" / name
-        if name not in planned:  # by now
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(
-                missing_ok=True
-            )
-            done.append(f"{name}: removed, nobody planned it")
+        if name in planned:  # since the verification
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        done.append(f"{name}: removed, nobody planned it")
     if any(name == "head" and not ok for name, ok, _ in report.checks):
         (folder / "head.safetensors").unlink(missing_ok=True)
         done.append("head.safetensors: removed, extract writes it again")
@@ -381,16 +393,19 @@ def _repair(folder: Path, report: VerifyReport) -> list[str]:
 
 
 def _rows_of_shards(folder: Path, manifest: dict) -> list[dict]:
-    rows, columns = {}, list(index_columns(manifest))
+    """Return the index rows that the shards repeat.
+
+    The samples of a shard with a torn header are planned again, after these.
+    """
+    rows = {}
+    columns = list(index_columns(manifest))
     for path in sorted((folder / "shards").glob("*.safetensors")):
-        with contextlib.suppress(
-            ValueError, KeyError, TypeError
-        ):  # its samples are planned anew, after these
-            found = {
-                row["id"]: {name: row[name] for name in columns} for row in rows_of_shard(path)
-            }
-            if not found.keys() & rows.keys() and all(
-                row["shard"] == path.name for row in found.values()
-            ):  # else somebody's copy
-                rows |= found
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            of_shard = {}
+            for row in rows_of_shard(path):
+                of_shard[row["id"]] = {name: row[name] for name in columns}
+            # A file with rows of another shard is a copy that somebody made.
+            is_copy = any(row["shard"] != path.name for row in of_shard.values())
+            if not is_copy and not of_shard.keys() & rows.keys():
+                rows |= of_shard
     return list(rows.values())

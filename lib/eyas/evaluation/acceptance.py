@@ -1,7 +1,7 @@
 """Measure what real decoding accepts, what explains it, and how fast it is.
 
-    python -m eyas decode --profile smoke        # about a minute on 2 cores, after `train`
-    python -m eyas compare --profile demo -p compare_run other
+    python -m eyas evaluate decode --profile smoke        # about a minute on 2 cores, after `train`
+    python -m eyas evaluate compare --profile demo -p compare_run other
 
 Each prompt is counted by itself. Every ratio and interval is made from these counts, last, in
 `acceptance_record`:
@@ -152,7 +152,7 @@ class Acceptance:
     traces: dict[str, dict[str, list[Trace]]] = field(repr=False)
 
     def __str__(self) -> str:
-        """Return the result in words: what `eyas decode` prints."""
+        """Return the result in words: what `eyas evaluate decode` prints."""
         record = self.record
         lines = [headline(record)]
         lines += [_position_line(position) for position in record["by_position"]]
@@ -1083,7 +1083,7 @@ def compare_runs(config: Config) -> dict:
         raise EyasError(
             "no run to compare with",
             "the name of another run that has decoded the same prompts",
-            "python -m eyas compare -p compare_run NAME",
+            "python -m eyas evaluate compare -p compare_run NAME",
         )
     other = dataclasses.replace(
         config, run_name=config.compare_run, compare_run="", member="", drafter_run=""
@@ -1164,7 +1164,7 @@ def _drafter_name(config: Config, record: dict) -> str:
 
 def _decode_command(run_name: str) -> str:
     # compare_run is emptied because a run is not compared with itself.
-    return f"python -m eyas decode -p run_name {run_name} -p compare_run ''"
+    return f"python -m eyas evaluate decode -p run_name {run_name} -p compare_run ''"
 
 
 def comparison_text(comparison: dict) -> str:

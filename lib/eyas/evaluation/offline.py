@@ -1,6 +1,6 @@
 """The offline estimate: what the drafter would accept on responses in the store, without a target.
 
-    python -m eyas walk --profile smoke       # seconds, after `train`
+    python -m eyas evaluate offline --profile smoke       # seconds, after `train`
 
 Each held-out sample's last response is walked as serving would do it:
 - The prefill gives its first token. Then the drafter drafts `draft_length` tokens from the last

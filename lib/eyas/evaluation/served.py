@@ -1,7 +1,7 @@
 """Compare what our decoding accepts with what the server accepts that serves the drafter.
 
-    python -m eyas serve-check --profile smoke    # after `decode`
-    python -m eyas serve-check -p serve_url http://host:port
+    python -m eyas evaluate served --profile smoke    # after `evaluate decode`
+    python -m eyas evaluate served -p serve_url http://host:port
 
 The first command exports the drafter and starts SGLang with it and, to compare texts and time,
 without it. The second one asks a server that you already run with the drafter; it starts nothing.
@@ -59,11 +59,11 @@ from eyas.server.serve import Server, check_dtype, serving_up
 from eyas.store.reader import Store
 
 OF_THE_SERVER = ("served.json", "served.parquet")
-DECODE_COMMAND = "python -m eyas decode"
+DECODE_COMMAND = "python -m eyas evaluate decode"
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedAcceptance:
     """Hold the result of `check`.
 
     record: served.json.
@@ -168,7 +168,7 @@ class NotServed:
 
 def check_or_reason(
     config: Config, target: Target, drafter: Drafter, prompts: list[Prompt]
-) -> Served | NotServed:
+) -> ServedAcceptance | NotServed:
     """Return `check`, or the reason why SGLang cannot serve a drafter of this shape.
 
     A page with other results can then continue. Any other EyasError is raised.
@@ -247,8 +247,8 @@ def check(
     drafter: Drafter,
     prompts: list[Prompt],
     folder: Path | None = None,
-) -> Served:
-    """Serve the drafter and compare what the server accepts with `eyas decode`, same prompts.
+) -> ServedAcceptance:
+    """Serve the drafter and compare what the server accepts with `eyas evaluate decode`, same prompts.
 
     Write served.parquet and, last, served.json.
     `folder`: an existing checkpoint; by default the drafter is exported. With
@@ -272,7 +272,7 @@ def check(
     keep_earlier(config.acceptance_dir, OF_THE_SERVER, record)
     write_atomic(config.acceptance_dir / "served.parquet", table.to_parquet)
     write_json(config.acceptance_dir / "served.json", record)
-    return Served(record, table)
+    return ServedAcceptance(record, table)
 
 
 def _ask_servers(
@@ -423,7 +423,7 @@ def round_trip(status: dict, drafter: Drafter) -> dict:
             f"the server feeds the drafter boundaries {list(boundaries)} (layer ids {ids})",
             f"{trained}, those it was trained on. It would be given states that it has never seen, "
             "without an error, and one wrong layer costs about 0.1 of acceptance length",
-            "python -m eyas export writes the ids that this SGLang needs",
+            "python -m eyas drafter export writes the ids that this SGLang needs",
         )
     return {"served": list(boundaries), "trained": trained, "ids": ids, "equal": True}
 
@@ -443,7 +443,7 @@ def same_settings(status: dict, config: Config) -> None:
         raise EyasError(
             f"the server drafts with {', '.join(found)}",
             ", ".join(expected),
-            f"python -m eyas decode, then this again, both with {' '.join(options)}",
+            f"python -m eyas evaluate decode, then this again, both with {' '.join(options)}",
         )
 
 

@@ -13,7 +13,7 @@ from eyas.evaluation.acceptance import Prompt
 from eyas.intervals import ratio_interval
 from eyas.server.serve import LIMITS, Server
 
-COMMAND = "python -m eyas serve-check"
+COMMAND = "python -m eyas evaluate served"
 
 
 @dataclass(frozen=True)

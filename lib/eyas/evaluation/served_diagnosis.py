@@ -210,7 +210,7 @@ def with_faults(error: EyasError, status: dict, drafter: Drafter) -> EyasError:
     return EyasError(
         f"{error.found}; the checkpoint that it loaded: {'; '.join(faults)}",
         "a checkpoint as it was trained",
-        "python -m eyas export",
+        "python -m eyas drafter export",
     )
 
 

@@ -1,6 +1,6 @@
 """Predict how fast other draft settings would be on this machine.
 
-`python -m eyas decode` ends with the answer of this speed model:
+`python -m eyas evaluate decode` ends with the answer of this speed model:
 
     speed-up = tokens of a verify step * seconds of a plain step
                / (seconds of drafting + seconds of a verify step)
@@ -107,10 +107,10 @@ def _widest_tree(steps: int, topk: int) -> int:
 
 
 def _by_topk(settings: list[Setting]) -> dict[int, list[Setting]]:
-    return {
-        topk: [setting for setting in settings if setting.topk == topk]
-        for topk in sorted({setting.topk for setting in settings})
-    }
+    groups: dict[int, list[Setting]] = {}
+    for setting in sorted(settings, key=lambda setting: setting.topk):
+        groups.setdefault(setting.topk, []).append(setting)
+    return groups
 
 
 # ---- tokens of a verify step
@@ -234,10 +234,9 @@ def costs(model, drafter: Drafter, prompt_ids: list[int], settings: list[Setting
     "level_s": {topk: s}, "spread", "rounds", "context_tok"}. `spread` is the largest distance
     between the quartiles of one of the measurements, relative to its median.
     """
-    levels = {
-        topk: max(setting.steps for setting in same_topk)
-        for topk, same_topk in _by_topk(settings).items()
-    }
+    levels: dict[int, int] = {}
+    for setting in settings:
+        levels[setting.topk] = max(setting.steps, levels.get(setting.topk, 0))
     plain = TargetStream(model, ())
     verifying = TargetStream(model, drafter.config.boundaries)
     plain.forward(prompt_ids, keep=1)

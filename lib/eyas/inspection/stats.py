@@ -101,13 +101,16 @@ def read_tokens(store: Store, ids: list[str]) -> Tokens:
     samples = [store.read(id) for id in ids]
     lengths = torch.tensor([len(s["input_ids"]) for s in samples])
     following = [torch.cat([s["loss_mask"][1:], torch.tensor([False])]) for s in samples]
+    states = {}
+    for b in store.boundaries:
+        states[b] = torch.cat([s["states"][b] for s in samples])
     return Tokens(
         ids=ids,
         sample=torch.arange(len(ids)).repeat_interleave(lengths),
         position=torch.cat([torch.arange(n) for n in lengths]),
         input_ids=torch.cat([s["input_ids"] for s in samples]),
         predicts=torch.cat(following),
-        states={b: torch.cat([s["states"][b] for s in samples]) for b in store.boundaries},
+        states=states,
     )
 
 

@@ -1,1 +1,1 @@
-"""The target, the drafter, its vocabulary, layer ids of every engine, export and import of drafters."""
+"""The target, the drafter and its vocabulary; layer ids of every engine; export and import."""

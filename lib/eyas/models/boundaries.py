@@ -1,7 +1,7 @@
 """The boundaries of a run: those that feed the drafter, and those that its store holds.
 
-- `boundaries_of` and `drafter_boundaries` make a `Boundaries` from a run's settings. A profile that names none gets
-  the target's own: 2, N//2, N-3.
+- `boundaries_of` and `drafter_boundaries` make a `Boundaries` from a run's settings. A profile that
+  names none gets the target's own: 2, N//2, N-3.
 - `tensor_name` is the name of a boundary's states in a shard and in a file of the capture plugin.
 
 Only the standard library is imported here: `python -m eyas doctor` runs where packages are missing.

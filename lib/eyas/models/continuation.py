@@ -99,7 +99,7 @@ def _own_imported(config: Config) -> str:
         f"initial_weights = 'drafter', but {found}",
         "an imported drafter, or drafter_run to name another run's",
         "python -m eyas train -p initial_weights drafter -p drafter_run NAME, "
-        f"or python -m eyas import-drafter FOLDER -p run_name {config.run_name}",
+        f"or python -m eyas drafter import FOLDER -p run_name {config.run_name}",
     )
 
 
@@ -165,7 +165,7 @@ def check_nothing_is_lost(config: Config, identity: dict, start: Start | None) -
             "a run without a drafter, or a training that continues it",
             f"python -m eyas train -p run_name {run} -p initial_weights drafter, "
             "which continues it and keeps it; or import it into another run "
-            "(python -m eyas import-drafter FOLDER -p run_name ANOTHER), "
+            "(python -m eyas drafter import FOLDER -p run_name ANOTHER), "
             f"remove it here ({remove}), and train again",
         )
     made = {

@@ -1,4 +1,4 @@
-"""The weights of a model folder as a mapping from name to dense tensor, whatever they are stored as.
+"""Read the weights of a model folder as dense tensors by name, in whatever form they are stored.
 
 - A weight in float32, bfloat16 or float16 is given as it is stored.
 - A quantised weight is given dequantised, in float32: code times scale, computed exactly.
@@ -6,8 +6,8 @@
 
 | stored as | parts | read here |
 |---|---|---|
-| compressed-tensors `pack-quantized`, symmetric, 2, 4 or 8 bits | weight_packed, _scale, _shape | yes |
-| FP8 in blocks (DeepSeek-V3), the last block of a row or column may be cut | weight, _scale_inv | yes |
+| compressed-tensors `pack-quantized`, symmetric, 2/4/8 bits | weight_packed, _scale, _shape | yes |
+| FP8 in blocks (DeepSeek-V3), also with a cut last block | weight, _scale_inv | yes |
 | FP8 or int8 with one scale a tensor, a row, or a group of a row | weight, weight_scale | yes |
 | GPTQ, AWQ, MXFP4, NVFP4, bitsandbytes, asymmetric or reordered codes | others | refused by name |
 
@@ -75,7 +75,10 @@ class DenseWeights(Mapping[str, torch.Tensor]):
         return name in self.parts
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return the dense weight. EyasError: a file that is torn, or a kind that is not read here."""
+        """Return the dense weight.
+
+        Raise EyasError if its file is torn, or if its kind is not read here.
+        """
         parts = self.parts[name]
         if len(parts) == 1 and parts.keys() <= {".weight", ""}:
             return self._dense(name, self._stored(next(iter(parts.values()))))
@@ -92,7 +95,10 @@ class DenseWeights(Mapping[str, torch.Tensor]):
         return self._scaled(name, tensors)
 
     def part(self, mark: str) -> "PartOfWeights":
-        """Return the weights whose names hold `mark`, by what follows it; each is read when asked for."""
+        """Return the weights whose names contain `mark`, by what follows it.
+
+        Each is read when it is used.
+        """
         return PartOfWeights(self, mark)
 
     def how(self, name: str) -> str:
@@ -122,7 +128,10 @@ class DenseWeights(Mapping[str, torch.Tensor]):
         return tensor
 
     def _unpacked(self, name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """compressed-tensors: codes of `bits` bits in int32, the first in the lowest bits, plus half."""
+        """Unpack codes of compressed-tensors.
+
+        They have `bits` bits in int32, the first in the lowest bits, and half the range is added.
+        """
         if ".weight_shape" not in tensors or ".weight_scale" not in tensors:
             raise self._refusal(name, "stored packed without its shape or scale")
         rows, columns = tensors[".weight_shape"].tolist()
@@ -157,7 +166,7 @@ class DenseWeights(Mapping[str, torch.Tensor]):
         return tuple(self.scheme.get("weight_block_size") or self._declared_block() or BLOCK)
 
     def _declared_block(self) -> tuple[int, int] | None:
-        """Return the block of compressed-tensors' strategy `block`, or that of `weight_block_size`."""
+        """Return the block of compressed-tensors' strategy `block`, or `weight_block_size`."""
         if self.scheme.get("weight_block_size"):
             return tuple(self.scheme["weight_block_size"])
         for group in (self.scheme.get("config_groups") or {}).values():
@@ -184,7 +193,10 @@ class DenseWeights(Mapping[str, torch.Tensor]):
         return codes * by_row.repeat_interleave(block[1], 1)[:, :columns]
 
     def _times_scale(self, name: str, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """codes [rows, columns]; one scale a tensor, a row [rows] or [rows, 1], or a group of a row."""
+        """Multiply codes [rows, columns] with their scales.
+
+        There is one scale a tensor, a row ([rows] or [rows, 1]), or a group of a row.
+        """
         scale = scale.float()
         if scale.numel() == 1:
             return codes * scale.reshape(())

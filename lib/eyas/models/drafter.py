@@ -580,7 +580,7 @@ def _read_metadata(path: Path) -> dict:
             f"no drafter in {path.parent.name!r} of run {run!r}",
             f"a {FILE}",
             f"python -m eyas train -p run_name {run}; one that others trained: "
-            f"python -m eyas import-drafter FOLDER -p run_name {run}",
+            f"python -m eyas drafter import FOLDER -p run_name {run}",
         )
     try:
         with safe_open(path, framework="pt") as file:

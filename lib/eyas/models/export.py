@@ -1,11 +1,15 @@
-"""The drafter in the layouts that engines load: SGLang's `LlamaForCausalLMEagle3`, and speculators' `eagle3`, which vLLM serves too.
+"""Export drafters in the layouts that engines load.
 
-    python -m eyas export --profile demo                 # writes the run's export folder; serve it with --speculative-draft-model-path
-    python -m eyas export --profile demo --to vllm       # the same drafter for vLLM and speculators, in the run's export/vllm folder
+    python -m eyas drafter export --profile demo             # for SGLang, into the run's export folder
+    python -m eyas drafter export --profile demo --to vllm   # for vLLM and speculators, into export/vllm
 
-Written from, and tested against, SGLang's own `models/llama_eagle3.py` and speculators' own `Eagle3DraftModel`. Loaders drop weights whose names
-they do not know and leave what is missing at random values, without a word, so export and import (`eyas.models.import_drafter`) check every key.
-Layer ids are `eyas.models.layer_ids`'.
+- SGLang's layout is `LlamaForCausalLMEagle3`; serve it with --speculative-draft-model-path. The
+  other is speculators' `eagle3`, which vLLM serves too.
+- Both were written from, and are tested against, SGLang's own `models/llama_eagle3.py` and
+  speculators' own `Eagle3DraftModel`.
+- Loaders silently drop weights with unknown names and leave missing ones at random values. So
+  export and import (`eyas.models.import_drafter`) check every key.
+- `eyas.models.layer_ids` computes the layer ids.
 """
 
 import math
@@ -30,58 +34,58 @@ LAYER_KEYS = (
         for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
     ),
 )
-WRITTEN_FOR = "eyas_export"  # key of config.json that no engine reads: for which engine, version, boundaries and target it was written
-KEYS = (
-    "fc.weight",
-    *LAYER_KEYS,
-    "norm.weight",
-    "lm_head.weight",
-    "d2t",
-    "t2d",
-)  # and those of `norm_keys`
-OPTIONAL_KEYS = (
-    "t2d",
-    "embed_tokens.weight",
-)  # SGLang ignores the one and puts the target's in the place of the other
+# Key of config.json that no engine reads: the engine, its version, boundaries and target.
+WRITTEN_FOR = "eyas_export"
+# Weights of every drafter; `norm_keys` gives those of its further norms.
+KEYS = ("fc.weight", *LAYER_KEYS, "norm.weight", "lm_head.weight", "d2t", "t2d")
+# SGLang ignores the first, and uses the target's in place of the second.
+OPTIONAL_KEYS = ("t2d", "embed_tokens.weight")
 SPECULATORS_VERSION = "0.9.0"
 
 
 def norm_keys(config: DrafterConfig) -> set[str]:
-    """Weights of the norms in front of fc, where there are any."""
-    return {f"fc_norm.{i}.weight" for i in range(config.fc_norm * len(config.boundaries))} | (
-        {"input_norm.weight"} if config.norm_before_fc else set()
-    )
+    """Return the names of the weights of the norms before fc."""
+    n_norms = len(config.boundaries) if config.fc_norm else 0
+    keys = {f"fc_norm.{i}.weight" for i in range(n_norms)}
+    return keys | {"input_norm.weight"} if config.norm_before_fc else keys
 
 
 def architecture(target: Target) -> str:
+    """Return the architecture that the target's config.json names."""
     return target.config["architectures"][0]
 
 
 def check_servable(config: DrafterConfig, target: Target, engine: str = SGLANG) -> None:
-    """EyasError, which says why, where this SGLang cannot feed a drafter of that shape its boundaries, or has no such part."""
+    """Raise EyasError if the engine cannot serve a drafter of this shape; the error says why."""
     if len(config.boundaries) * config.target_hidden_size == config.hidden_size:
         raise EyasError(
-            f"{engine} cannot serve a drafter fed from boundary {config.boundaries[0]} alone: it tells states that still need fc by their width",
+            f"{engine} cannot serve a drafter fed from boundary {config.boundaries[0]} alone:"
+            " it recognises states that still need fc by their width",
             "two boundaries or more",
             "choose other boundaries and train again, e.g. -p boundaries '[2, N//2, N-3]'",
         )
     if config.norm_before_residual:
         raise EyasError(
-            f"{engine} cannot serve a drafter with norm_before_residual: its residual stream starts in front of the norm",
+            f"{engine} cannot serve a drafter with norm_before_residual:"
+            " its residual stream starts in front of the norm",
             "one without",
-            "python -m eyas export --to vllm",
+            "python -m eyas drafter export --to vllm",
         )
     if config.own_embedding and config.hidden_size == config.target_hidden_size:
         raise EyasError(
-            f"{engine} cannot serve a drafter with an embedding of its own: it puts the target's in its place",
+            f"{engine} cannot serve a drafter with an embedding of its own:"
+            " it uses the target's in its place",
             "the target's",
-            "python -m eyas export --to vllm",
+            "python -m eyas drafter export --to vllm",
         )
     engine_ids(config.boundaries, architecture(target), target.n_blocks, engine)
 
 
 def unservable(run: Config, drafter: Drafter, target: Target) -> EyasError | None:
-    """Why this SGLang cannot serve the drafter of a run, which is no fault of the drafter's, and the command that exports it for vLLM; None where it can."""
+    """Return why this SGLang cannot serve a run's drafter; None if it can.
+
+    The drafter is not at fault: the error has the command that exports it for vLLM.
+    """
     try:
         check_servable(drafter.config, target)
     except EyasError as error:
@@ -92,13 +96,16 @@ def unservable(run: Config, drafter: Drafter, target: Target) -> EyasError | Non
             trust_remote_code=run.trust_remote_code,
         ).options()
         return EyasError(
-            error.found, error.expected, f"python -m eyas export --to vllm {which}".rstrip()
+            error.found, error.expected, f"python -m eyas drafter export --to vllm {which}".rstrip()
         )
     return None
 
 
 def exported(run: Config, drafter: Drafter, target: Target) -> str:
-    """Export the drafter of a run for SGLang, in words: the files with their bytes; or why it cannot be served."""
+    """Export the drafter of a run for SGLang.
+
+    Return the files with their bytes, or why it cannot be served.
+    """
     refused = unservable(run, drafter, target)
     if refused:
         return f"not exported for SGLang: {refused}"
@@ -108,15 +115,18 @@ def exported(run: Config, drafter: Drafter, target: Target) -> str:
 
 
 def made_from(run: Config) -> dict:
-    """Return which weights an export is made from, as its config.json says it: run, `drafter_weights`, and for trained ones optimiser steps and held-out acceptance."""
+    """Return which weights an export is made from, for its config.json.
+
+    These are the run and `drafter_weights`, and for trained ones the optimizer steps and the
+    held-out acceptance length.
+    """
     if not (run.drafter_dir / run.drafter_file).is_file():
         return {}
     record = read_record(run.drafter_dir, run.drafter_file)
     length = record.get("heldout_acceptance_length")
-    known = {
-        "steps": record.get("steps"),
-        "heldout_acceptance_length": None if length is None or math.isnan(length) else length,
-    }  # NaN is no JSON
+    if length is not None and math.isnan(length):  # JSON has no NaN
+        length = None
+    known = {"steps": record.get("steps"), "heldout_acceptance_length": length}
     return {
         "run_name": run.run_name,
         "drafter_weights": run.drafter_weights,
@@ -131,11 +141,13 @@ def export_sglang(
     engine: str = SGLANG,
     made_from: dict | None = None,
 ) -> Path:
-    """Write `config.json` and `model.safetensors`; gives the folder. `made_from`: see that function.
+    """Write `config.json` and `model.safetensors` for SGLang; return the folder.
 
-    The target's embedding is left out: SGLang takes it from the target. EyasError where this SGLang cannot serve the drafter.
+    The target's embedding is left out: SGLang takes it from the target. `made_from`: see the
+    function of this name. Raise EyasError if the engine cannot serve the drafter.
     """
-    config, folder = drafter.config, Path(folder)
+    config = drafter.config
+    folder = Path(folder)
     check_servable(config, target, engine)
     record = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -152,7 +164,7 @@ def export_sglang(
             "use_aux_hidden_state": True,
             "norm_before_fc": config.norm_before_fc,
         },
-        "dtype": _dtype(target),  # in which it is served
+        "dtype": _dtype(target),  # the dtype of serving
         WRITTEN_FOR: written_for(engine, config, target) | (made_from or {}),
     }
     return _write(folder, record, _weights(drafter))
@@ -166,12 +178,15 @@ def export_speculators(
     engine: str = "vllm",
     made_from: dict | None = None,
 ) -> Path:
-    """Write `config.json` and `model.safetensors` as speculators saves them, for it and for vLLM; gives the folder.
+    """Write `config.json` and `model.safetensors` as speculators saves them; return the folder.
 
-    `draft_steps`: tokens that vLLM is to draft, unless it is told otherwise. The embedding is in it, and `d2t` and `t2d` unless D = V. vLLM serves
-    what is the target's folder name here; say `--model` there. EyasError for boundaries that this engine cannot take.
+    speculators and vLLM load them. `draft_steps`: tokens that vLLM drafts by default. The embedding
+    is included, and `d2t` and `t2d` are unless D = V. The target is named by its folder here; give
+    vLLM another with `--model`. Raise EyasError if the engine cannot take these boundaries.
     """
-    config, folder = drafter.config, Path(folder)
+    config = drafter.config
+    folder = Path(folder)
+    same_size = config.target_hidden_size == config.hidden_size
     record = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -194,9 +209,7 @@ def export_speculators(
         },
         "transformer_layer_config": _layer(config),
         "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size
-        if config.target_hidden_size != config.hidden_size
-        else None,
+        "target_hidden_size": None if same_size else config.target_hidden_size,
         "eagle_aux_hidden_state_layer_ids": engine_ids(
             config.boundaries, architecture(target), target.n_blocks, engine
         ),
@@ -218,7 +231,7 @@ def export_speculators(
 
 
 def written_for(engine: str, config: DrafterConfig, target: Target) -> dict:
-    """What the layer ids of an export stand on; `serve-check` compares it with what runs."""
+    """Return what the layer ids depend on; `evaluate served` compares it with the running server."""
     name, _, version = engine.partition(" ")
     return {
         "engine": name,
@@ -230,8 +243,12 @@ def written_for(engine: str, config: DrafterConfig, target: Target) -> dict:
 
 
 def _layer(config: DrafterConfig) -> dict:
-    """The Llama configuration of the draft layer."""
+    """Return the Llama configuration of the draft layer."""
     scaling = config.rope_scaling
+    if scaling:
+        rope_type = scaling.get("rope_type") or scaling["type"]
+        kept = {k: value for k, value in scaling.items() if k not in ("type", "rope_theta")}
+        scaling = kept | {"rope_type": rope_type}
     return {
         "model_type": "llama",
         "hidden_size": config.hidden_size,
@@ -243,9 +260,7 @@ def _layer(config: DrafterConfig) -> dict:
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": scaling
-        and {name: value for name, value in scaling.items() if name not in ("type", "rope_theta")}
-        | {"rope_type": scaling.get("rope_type") or scaling["type"]},
+        "rope_scaling": scaling,
         "max_position_embeddings": config.max_position_embeddings,
         "attention_bias": False,
         "mlp_bias": False,
@@ -260,6 +275,7 @@ def _dtype(target: Target) -> str:
 
 
 def _weights(drafter: Drafter) -> dict[str, torch.Tensor]:
+    """Return the weights to write; the embedding only if it is the drafter's own."""
     own = drafter.config.own_embedding
     weights = {
         name: tensor.detach().cpu().contiguous()
@@ -272,6 +288,7 @@ def _weights(drafter: Drafter) -> dict[str, torch.Tensor]:
 
 
 def _write(folder: Path, record: dict, weights: dict[str, torch.Tensor]) -> Path:
+    """Write an export, and move an earlier one of another drafter aside."""
     if not _has_weights(folder / "model.safetensors", weights):
         set_aside(
             folder,
@@ -297,19 +314,17 @@ def _has_weights(path: Path, weights: dict[str, torch.Tensor]) -> bool:
 
 
 def check_keys(weights: dict[str, torch.Tensor], config: DrafterConfig) -> None:
-    """Engines would drop the unknown ones and leave the missing ones at random values, silently."""
+    """Raise EyasError if weights are unknown or missing.
+
+    Engines silently drop unknown weights and leave missing ones at random values.
+    """
     keys = {*KEYS} | norm_keys(config)
-    unknown, missing = (
-        sorted(set(weights) - keys - {*OPTIONAL_KEYS}),
-        sorted(keys - {*weights, *OPTIONAL_KEYS}),
-    )
-    if unknown or missing:
-        found = " and ".join(
-            text
-            for text in (
-                f"unknown weights: {', '.join(unknown)}" * bool(unknown),
-                f"missing weights: {', '.join(missing)}" * bool(missing),
-            )
-            if text
-        )
-        raise EyasError(found, "exactly " + ", ".join(sorted(keys)))
+    unknown = sorted(set(weights) - keys - {*OPTIONAL_KEYS})
+    missing = sorted(keys - {*weights, *OPTIONAL_KEYS})
+    faults = []
+    if unknown:
+        faults.append(f"unknown weights: {', '.join(unknown)}")
+    if missing:
+        faults.append(f"missing weights: {', '.join(missing)}")
+    if faults:
+        raise EyasError(" and ".join(faults), "exactly " + ", ".join(sorted(keys)))

@@ -1,9 +1,11 @@
-"""The one place where another project's layer ids and our boundaries meet: `engine_ids` one way, `engine_boundaries` the other.
+"""Translate between our boundaries and the layer ids of other projects.
 
-    python -m eyas export --table      # every engine, version and family: default ids, and the boundaries that they are
+    python -m eyas drafter layer-ids   # every engine, version and family, with their default ids
 
-Each rule is read from the engine's own source; SGLang's is tested against the installed one, family by family. Nothing but the standard
-library is imported here: `python -m eyas doctor` uses it where packages are missing.
+- `engine_ids` translates boundaries to ids, and `engine_boundaries` ids to boundaries.
+- Each rule was read in the engine's own source. SGLang's is tested against the installed one,
+  family by family.
+- Only the standard library is imported: `python -m eyas doctor` runs where packages are missing.
 """
 
 from eyas.errors import EyasError
@@ -12,10 +14,10 @@ SGLANG = "sglang 0.5.23"
 
 # What an id x means:
 #   boundary: boundary x
-#   after:    what leaves block x, so boundary x + 1
-#   first_1:  as `after` when the first id is 1, else boundary x
-#   last_N:   boundary x when the largest id is N, else as `after`
-# Of SGLang, by architecture of the target. Kimi-K2.5 hands its ids to deepseek_v2.
+#   after:    the output of block x, so boundary x + 1
+#   first_1:  as `after` if the first id is 1, otherwise boundary x
+#   last_N:   boundary x if the largest id is N, otherwise as `after`
+# SGLang's rules by architecture of the target. Kimi-K2.5 passes its ids to deepseek_v2.
 FAMILIES = {
     SGLANG: {
         "after": (
@@ -52,7 +54,8 @@ FAMILIES = {
         "last_N": ("GptOssForCausalLM",),
     }
 }
-# Of others, which read alike for every family. A trainer that counts the blocks of Hugging Face's model is `after`.
+# Rules of others, the same for every family. A trainer that counts the blocks of Hugging Face's
+# model is `after`.
 RULES = {
     "vllm": "boundary",
     "speculators": "boundary",
@@ -63,9 +66,8 @@ RULES = {
     "torchspec": "after",
     "automodel": "after",
 }
-THROUGH = {
-    "specforge": SGLANG
-}  # it hands its ids, by default 1, N//2-1, N-4, to SGLang's own method
+# specforge passes its ids, by default 1, N//2-1, N-4, to SGLang's own method.
+THROUGH = {"specforge": SGLANG}
 VERSIONS = {
     "speculators": ">= 0.5",
     "speculators-v1": "0.3, 0.4",
@@ -74,14 +76,15 @@ VERSIONS = {
     "modelopt": "Hugging Face backend",
 }
 ENGINES = (*FAMILIES, *THROUGH, *RULES)
-PLUS_ONE = (
-    "speculators-v1",
-    "MiniMaxM3SparseForConditionalGeneration",
-)  # whose default are the ids 2, N//2, N-3, each read as `after`
+# Their default are the ids 2, N//2, N-3, each read as `after`.
+PLUS_ONE = ("speculators-v1", "MiniMaxM3SparseForConditionalGeneration")
 
 
 def rule(engine: str, architecture: str) -> str:
-    """What an id means to this engine for a target of this architecture. EyasError for either where it isn't known."""
+    """Return what an id means to this engine for a target of this architecture.
+
+    Raise EyasError if the engine or the architecture is not known.
+    """
     if engine in RULES:
         return RULES[engine]
     engine = THROUGH.get(engine, engine)
@@ -89,7 +92,7 @@ def rule(engine: str, architecture: str) -> str:
         raise EyasError(
             f"layer ids of {engine} are not known",
             "one of " + ", ".join(ENGINES),
-            "python -m eyas export --table",
+            "python -m eyas drafter layer-ids",
         )
     for name, family in FAMILIES[engine].items():
         if architecture in family:
@@ -97,63 +100,63 @@ def rule(engine: str, architecture: str) -> str:
     raise EyasError(
         f"layer ids of {architecture} in {engine} are not known",
         "one of " + ", ".join(sorted(sum(FAMILIES[engine].values(), ()))),
-        "python -m eyas export --table",
+        "python -m eyas drafter layer-ids",
     )
 
 
 def engine_ids(
     boundaries: tuple[int, ...], architecture: str, n_blocks: int, engine: str = SGLANG
 ) -> list[int]:
-    """The ids by which this engine takes exactly these (ascending) boundaries of a target of that architecture.
+    """Return the ids by which this engine takes exactly these (ascending) boundaries.
 
-    EyasError for a choice that it cannot take, boundary N first of all: most of SGLang's families capture before a block runs, and no block runs on
-    boundary N; trainers that read Hugging Face's states find it after the final norm. The order of ids carries no meaning for SGLang (it captures
-    while it walks the blocks).
+    Raise EyasError if it cannot take them, boundary N above all. Most of SGLang's families capture
+    before a block runs, and no block runs on boundary N. Trainers that read Hugging Face's states
+    get it after the final norm. The order of ids has no meaning for SGLang, which captures while it
+    walks the blocks.
     """
     name = rule(engine, architecture)
-    if (
-        not boundaries
-        or list(boundaries) != sorted(set(boundaries))
-        or boundaries[0] < 0
-        or boundaries[-1] > n_blocks
-    ):
+    ascending = list(boundaries) == sorted(set(boundaries))
+    if not boundaries or not ascending or boundaries[0] < 0 or boundaries[-1] > n_blocks:
         raise EyasError(
             f"boundaries {list(boundaries)}", f"ascending ids from 0 to {n_blocks}, none twice"
         )
-    if name == "boundary" or name == "last_N" and boundaries[-1] == n_blocks:
+    has_last = boundaries[-1] == n_blocks
+    if name == "boundary" or (name == "last_N" and has_last):
         return list(boundaries)
-    if boundaries[-1] == n_blocks and name != "last_N":
-        why = (
-            "it captures what enters a block, and no block follows"
-            if engine not in RULES
-            else "its last state stands after the final norm"
-        )
+    if has_last and name != "last_N":
+        reason = "its last state stands after the final norm"
+        if engine not in RULES:
+            reason = "it captures what enters a block, and no block follows"
         raise EyasError(
-            f"{engine} cannot serve a drafter fed from boundary {n_blocks} of {architecture}: {why}",
+            f"{engine} cannot serve a drafter fed from boundary {n_blocks} of {architecture}:"
+            f" {reason}",
             f"boundaries below {n_blocks}",
             "choose other boundaries and train again, e.g. -p boundaries '[2, N//2, N-3]'",
         )
-    if (
-        name == "first_1" and boundaries[0] != 1
-    ):  # ids are boundaries as long as the first one is not 1 ...
+    if name != "first_1":
+        return [b - 1 for b in boundaries]
+    if boundaries[0] != 1:  # ids are boundaries as long as the first one is not 1
         return list(boundaries)
-    if name == "first_1":
-        if len(boundaries) == 1:
-            raise EyasError(
-                f"{engine} cannot capture boundary 1 alone of {architecture}: it reads a first id of 1 as boundary 2",
-                "another choice",
-            )
-        return [*boundaries[1:], 1]  # ... so it goes last
-    return [b - 1 for b in boundaries]
+    if len(boundaries) == 1:
+        raise EyasError(
+            f"{engine} cannot capture boundary 1 alone of {architecture}:"
+            " it reads a first id of 1 as boundary 2",
+            "another choice",
+        )
+    return [*boundaries[1:], 1]  # so 1 goes last
 
 
 def engine_boundaries(
     ids: list[int] | None, architecture: str, n_blocks: int, engine: str = SGLANG
 ) -> tuple[int, ...]:
-    """The boundaries that this engine takes for these ids, ascending, as all of them concatenate. `None` is its own default. EyasError for what it cannot take."""
+    """Return the boundaries, ascending, that this engine takes for these ids.
+
+    All of them are concatenated. `None` means the engine's own default. Raise EyasError if the
+    engine cannot take the ids.
+    """
     name = rule(engine, architecture)
     if ids is None:
-        plus = engine in PLUS_ONE or architecture in PLUS_ONE and engine in FAMILIES
+        plus = engine in PLUS_ONE or (architecture in PLUS_ONE and engine in FAMILIES)
         boundaries = tuple(b + plus for b in (2, n_blocks // 2, n_blocks - 3))
     else:
         plain = (
@@ -162,16 +165,13 @@ def engine_boundaries(
             or (name == "last_N" and max(ids) == n_blocks)
         )
         boundaries = tuple(sorted(ids if plain else [x + 1 for x in ids]))
-    last = (
-        n_blocks if name in ("boundary", "last_N") else n_blocks - 1
-    )  # beyond it nothing is captured, or something after the final norm
-    if (
-        list(boundaries) != sorted(set(boundaries))
-        or not 0 <= boundaries[0] <= boundaries[-1] <= last
-    ):
-        said = f"layer ids {list(ids)}" if ids is not None else "the default layer ids"
+    # Beyond `last` nothing is captured, or something after the final norm.
+    last = n_blocks if name in ("boundary", "last_N") else n_blocks - 1
+    different = list(boundaries) == sorted(set(boundaries))
+    if not different or not 0 <= boundaries[0] <= boundaries[-1] <= last:
+        which = f"layer ids {list(ids)}" if ids is not None else "the default layer ids"
         raise EyasError(
-            f"{said} are boundaries {list(boundaries)} of {architecture} to {engine}",
+            f"{which} are boundaries {list(boundaries)} of {architecture} to {engine}",
             f"different ones from 0 to {last}",
         )
     return boundaries
@@ -180,13 +180,14 @@ def engine_boundaries(
 def round_trip(
     n_blocks: int, architecture: str | None = None, boundaries: tuple[int, ...] | None = None
 ) -> list[dict]:
-    """A row for each engine and each family of it, or for this architecture: the ids of these boundaries (or of the engine's default), or why there are none."""
+    """Return one row for each engine and family, or for this architecture.
+
+    A row has the ids of these boundaries (or of the engine's default), or why there are none.
+    """
     rows = []
     for engine, members in _groups(architecture):
-        row = {
-            "engine": engine.split()[0],
-            "version": engine.partition(" ")[2] or VERSIONS.get(engine, ""),
-        }
+        version = engine.partition(" ")[2] or VERSIONS.get(engine, "")
+        row = {"engine": engine.split()[0], "version": version}
         try:
             row["an id x is"] = rule(engine, members[0])
             row["its default"] = list(engine_boundaries(None, members[0], n_blocks, engine))
@@ -202,29 +203,23 @@ def round_trip(
 
 
 def round_trip_text(rows: list[dict]) -> str:
-    """What `round_trip` gives as a Markdown table."""
-    asked = any(row.get("boundaries") != row.get("its default") for row in rows)
-    columns = (
-        "engine",
-        "version",
-        "an id x is",
-        "its default",
-        *["boundaries"] * asked,
-        "ids",
-        "family",
-    )
+    """Return the rows of `round_trip` as a Markdown table."""
+    columns = ["engine", "version", "an id x is", "its default", "ids", "family"]
+    if any(row.get("boundaries") != row.get("its default") for row in rows):
+        columns.insert(4, "boundaries")
     lines = [[str(row.get(name, "")).strip("[]") for name in columns] for row in rows]
-    widths = [max(len(line[i]) for line in [columns, *lines]) for i in range(len(columns))]
+    widths = [max(map(len, column)) for column in zip(columns, *lines)]
     rule_line = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    shown = [
-        "| " + " | ".join(text.ljust(width) for text, width in zip(line, widths)) + " |"
-        for line in [columns, *lines]
-    ]
-    return "\n".join([shown[0], rule_line, *shown[1:]])
+
+    def table_line(texts: list[str]) -> str:
+        padded = [text.ljust(width) for text, width in zip(texts, widths)]
+        return f"| {' | '.join(padded)} |"
+
+    return "\n".join([table_line(columns), rule_line, *map(table_line, lines)])
 
 
 def _groups(architecture: str | None):
-    """(engine, architectures that it reads alike)."""
+    """Yield (engine, architectures that it reads alike)."""
     for engine in ENGINES:
         if architecture or engine in RULES:
             yield engine, (architecture or "any",)

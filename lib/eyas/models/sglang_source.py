@@ -1,6 +1,7 @@
-"""What the model classes of the SGLang that is installed can do, read from their source without importing it (importing takes tens of seconds and a platform).
+"""Find out what the model classes of the installed SGLang can do, from their source.
 
-Nothing but the standard library is needed, so `python -m eyas doctor` can say of a target whether it is supported where little is installed.
+They are not imported: that takes tens of seconds and needs a platform. Only the standard library is
+used, so that `python -m eyas doctor` can check a target where little is installed.
 """
 
 import ast
@@ -17,49 +18,50 @@ Place = tuple[str, str]  # (model file without .py, dots for folders, class)
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture as SGLang serves it. None or empty: there is none."""
+    """Describe an architecture as SGLang serves it. None or empty: there is none."""
 
     file: str
     stack: str | None  # the class with `layers` and `norm`
-    block: (
-        str | None
-    )  # its decoder block with an `attn_boundary`, whose forward takes hidden_states and forward_batch: what the capture plugin hooks
+    # Its decoder block, which the capture plugin hooks: it has an `attn_boundary`, and its forward
+    # takes hidden_states and forward_batch.
+    block: str | None
     setter: str | None  # the class whose `set_eagle3_layers_to_capture` it has
 
 
 @functools.cache
 def _entries() -> dict[str, str]:
-    """Architecture -> model file."""
-    spec, found = importlib.util.find_spec("sglang"), {}
-    for path in (
-        sorted(Path(spec.submodule_search_locations[0], "srt", "models").glob("*.py"))
-        if spec
-        else []
-    ):
-        if last := re.search(
-            r"^EntryClass = (\[[^]]*\]|\w+)", path.read_text(encoding="utf-8"), re.MULTILINE
-        ):
-            found |= dict.fromkeys(re.findall(r"\w+", last[1]), path.stem)
-    return found
+    """Return {architecture: model file}."""
+    spec = importlib.util.find_spec("sglang")
+    entries: dict[str, str] = {}
+    if spec is None:
+        return entries
+    folder = Path(spec.submodule_search_locations[0], "srt", "models")
+    for path in sorted(folder.glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        entry = re.search(r"^EntryClass = (\[[^]]*\]|\w+)", text, re.MULTILINE)
+        if entry:
+            entries |= dict.fromkeys(re.findall(r"\w+", entry[1]), path.stem)
+    return entries
 
 
 @functools.cache
 def _module(file: str) -> tuple[dict[str, ast.ClassDef], dict[str, Place]]:
-    """The classes of a model file, and what it imports from other model files."""
-    spec, classes, imports = importlib.util.find_spec("sglang"), {}, {}
-    path = Path(spec.submodule_search_locations[0], "srt", "models", *file.split(".")).with_suffix(
-        ".py"
-    )
-    for node in ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else []:
+    """Return the classes of a model file, and what it imports from other model files."""
+    spec = importlib.util.find_spec("sglang")
+    classes: dict[str, ast.ClassDef] = {}
+    imports: dict[str, Place] = {}
+    folder = Path(spec.submodule_search_locations[0], "srt", "models")
+    path = Path(folder, *file.split(".")).with_suffix(".py")
+    if not path.is_file():
+        return classes, imports
+    prefix = "sglang.srt.models."
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef):
             classes[node.name] = node
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
-            "sglang.srt.models."
-        ):
-            imports |= {
-                a.asname or a.name: (node.module.removeprefix("sglang.srt.models."), a.name)
-                for a in node.names
-            }
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(prefix):
+            module = node.module.removeprefix(prefix)
+            for alias in node.names:
+                imports[alias.asname or alias.name] = (module, alias.name)
     return classes, imports
 
 
@@ -68,30 +70,33 @@ def _class(place: Place) -> ast.ClassDef:
 
 
 def architectures() -> list[str]:
+    """Return all architectures of the installed SGLang."""
     return sorted(_entries())
 
 
 @functools.cache
 def family(architecture: str) -> Family | None:
-    """None where SGLang has no such model."""
+    """Describe an architecture; None if SGLang does not have it."""
     if architecture not in _entries():
         return None
     file = _entries()[architecture]
-    if (start := _find((file, architecture))) is None:  # taken from somewhere else
+    start = _find((file, architecture))
+    if start is None:  # its class is not in SGLang's models
         return Family(file, None, None, None)
-    stack = next(
-        (place for place in _used(start) if _assigns(place, "layers") and _assigns(place, "norm")),
-        None,
-    )
-    block = (
-        next((place for place in _used(stack) if _is_block(_class(place))), None) if stack else None
-    )
-    setter = next((place for place in _lineage(start) if SETTER in _methods(_class(place))), None)
+    stacks = (p for p in _used(start) if _assigns(p, "layers") and _assigns(p, "norm"))
+    stack = next(stacks, None)
+    block = None
+    if stack:
+        block = next((p for p in _used(stack) if _is_block(_class(p))), None)
+    setter = next((p for p in _lineage(start) if SETTER in _methods(_class(p))), None)
     return Family(file, *(place and place[1] for place in (stack, block, setter)))
 
 
 def _find(place: Place, imported: bool = False) -> Place | None:
-    """Where a name of a file is defined, if it is a class of the models; `imported`: not in this file."""
+    """Return where a name of a file is defined, if it is a class of the models.
+
+    `imported`: do not look in this file.
+    """
     classes, imports = _module(place[0])
     if place[1] in classes and not imported:
         return place
@@ -99,29 +104,30 @@ def _find(place: Place, imported: bool = False) -> Place | None:
 
 
 def _lineage(place: Place) -> list[Place]:
-    """A class and its bases among the models, nearest first."""
-    bases = [
-        _find((place[0], name), imported=name == place[1])
-        for name in map(ast.unparse, _class(place).bases)
-    ]  # `class LlamaDecoderLayer(LlamaDecoderLayer)`
-    return [place, *(one for base in bases if base for one in _lineage(base))]
+    """Return a class and its bases among the models, nearest first."""
+    file, class_name = place
+    lineage = [place]
+    for name in map(ast.unparse, _class(place).bases):
+        # `class LlamaDecoderLayer(LlamaDecoderLayer)`: a base of the same name is imported
+        base = _find((file, name), imported=name == class_name)
+        if base:
+            lineage += _lineage(base)
+    return lineage
 
 
 def _used(start: Place) -> Iterator[Place]:
-    """A class, its bases, and the model classes that these name anywhere, nearest first."""
-    found, waiting = set(), [start]
+    """Yield a class, its bases, and the model classes that these name anywhere, nearest first."""
+    seen = set()
+    waiting = [start]
     while waiting:
         place = waiting.pop(0)
-        if place in found:
+        if place in seen:
             continue
-        found.add(place)
+        seen.add(place)
         yield place
         names = {node.id for node in ast.walk(_class(place)) if isinstance(node, ast.Name)}
-        waiting += [
-            one
-            for one in (*_lineage(place), *(_find((place[0], name)) for name in sorted(names)))
-            if one and one not in found
-        ]
+        named = [_find((place[0], name)) for name in sorted(names)]
+        waiting += [other for other in (*_lineage(place), *named) if other and other not in seen]
 
 
 def _methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
@@ -129,7 +135,7 @@ def _methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
 
 
 def _assigned(node: ast.ClassDef) -> set[str]:
-    """X of every `self.X = ...`, also within a tuple."""
+    """Return X of every `self.X = ...`, also within a tuple."""
     return {
         n.attr
         for n in ast.walk(node)

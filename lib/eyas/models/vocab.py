@@ -1,7 +1,9 @@
-"""The draft vocabulary: the D target tokens that the drafter can say, counted where it will have to say them.
+"""Choose the draft vocabulary: the D target tokens that the drafter can propose.
 
-`d2t` and `t2d` have SGLang's meaning: d2t[draft id] is an *offset* (target id = draft id + d2t[draft id]), t2d[target id] is true where
-the token is in. The ids are ascending, so offsets never decrease and are never negative.
+They are counted where the drafter will propose them. `d2t` and `t2d` have SGLang's meaning:
+d2t[draft id] is an *offset* (target id = draft id + d2t[draft id]), and t2d[target id] is true if
+the draft vocabulary has the token. The ids are ascending, so offsets are never negative and never
+decrease.
 """
 
 import functools
@@ -14,7 +16,10 @@ from eyas.errors import EyasError
 
 @dataclass(frozen=True)
 class DraftVocab:
-    """ids: int64 [D], ascending target ids, none twice; vocab_size: V of the target."""
+    """Hold a draft vocabulary.
+
+    ids: int64 [D], ascending target ids, none twice. vocab_size: V of the target.
+    """
 
     ids: torch.Tensor
     vocab_size: int
@@ -33,12 +38,12 @@ class DraftVocab:
 
     @property
     def d2t(self) -> torch.Tensor:
-        """int64 [D], offsets."""
+        """Return the offsets, int64 [D]."""
         return self.ids - torch.arange(len(self.ids))
 
     @property
     def t2d(self) -> torch.Tensor:
-        """bool [V]."""
+        """Return whether each target token is in, bool [V]."""
         return self._draft_ids >= 0
 
     @functools.cached_property
@@ -48,23 +53,26 @@ class DraftVocab:
         return table  # [V]
 
     def to_draft(self, target_ids: torch.Tensor) -> torch.Tensor:
-        """Target ids of any shape -> int64 draft ids, -1 outside the draft vocabulary."""
+        """Return the draft ids (int64) of target ids of any shape; -1 outside the vocabulary."""
         return self._draft_ids[target_ids]
 
 
 def count_tokens(store, ids: list[str]) -> torch.Tensor:
-    """int64 [V]: how often each token stands at a supervised position of these samples of a Store or a Mixture; one named twice counts twice."""
+    """Count each token at the supervised positions of samples: int64 [V].
+
+    `store` is a Store or a Mixture. A sample that is named twice counts twice.
+    """
     counts = torch.zeros(len(store.head().lm_head), dtype=torch.int64)
     for _, input_ids, loss_mask in store.texts(ids):
         tok = input_ids[loss_mask]
-        counts.index_add_(0, tok, torch.ones_like(tok))  # not V additions a sample
+        counts.index_add_(0, tok, torch.ones_like(tok))  # not bincount: no V additions a sample
     return counts
 
 
 def choose_vocab(counts: torch.Tensor, draft_vocab_size: int) -> DraftVocab:
-    """The D most frequent tokens; of equally frequent ones the lower ids (as speculators sorts). counts: int64 [V].
+    """Return the D most frequent tokens; of equally frequent ones the lower ids.
 
-    EyasError where D is larger than the vocabulary.
+    speculators sorts in the same way. counts: int64 [V]. Raise EyasError if D is larger than V.
     """
     check_size(draft_vocab_size, len(counts))
     order = (-counts).argsort(stable=True)  # stable: lower ids first among equals
@@ -72,6 +80,7 @@ def choose_vocab(counts: torch.Tensor, draft_vocab_size: int) -> DraftVocab:
 
 
 def check_size(draft_vocab_size: int, vocab_size: int) -> None:
+    """Raise EyasError unless D is from 1 to V."""
     if not 1 <= draft_vocab_size <= vocab_size:
         raise EyasError(
             f"a draft vocabulary of {draft_vocab_size:,} tokens",
@@ -81,5 +90,8 @@ def check_size(draft_vocab_size: int, vocab_size: int) -> None:
 
 
 def coverage(vocab: DraftVocab, counts: torch.Tensor) -> tuple[int, int]:
-    """(occurrences that the draft vocabulary covers, all occurrences): what lies outside can never be drafted."""
+    """Return how many of the counted tokens the draft vocabulary has, and how many there are.
+
+    A token outside the draft vocabulary can never be drafted.
+    """
     return int(counts[vocab.ids].sum()), int(counts.sum())

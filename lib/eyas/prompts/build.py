@@ -10,16 +10,19 @@ from eyas.files import sha256_json
 from eyas.prompts.prompt_set import Conversation, load_prompts, write_prompts
 
 EXTRA_PER_TOPIC = 3  # conversations of each topic beyond one of each category
-SYSTEM_SHARE = 0.08  # conversations that bring their own system prompt
-HELDOUT_SHARE = 0.1  # of the topics
+SYSTEM_SHARE = 0.08  # fraction of the conversations that have a system prompt
+HELDOUT_SHARE = 0.1  # fraction of the topics
 
 
 def build_prompts(seed: int = 0, more: int = 0) -> list[Conversation]:
-    """Our own prompt set: user turns only, the same list for the same seed, no two conversations alike.
+    """Build our own prompt set: user turns only, no two conversations alike.
 
-    Each topic gets one conversation of each category and EXTRA_PER_TOPIC more. With `more`, that many others for each topic instead,
-    none of them in the set itself: what is added to it where more text is wanted. HELDOUT_SHARE of the topics are held out; they are
-    drawn from those topics whose words stand in no other topic's texts and in no phrasing, so a held-out topic is never trained on.
+    - The same seed gives the same list.
+    - Each topic gets one conversation of each category, and EXTRA_PER_TOPIC more.
+    - With `more`, each topic gets that many other conversations instead. None of them is in the set
+      itself, so they can be added to it.
+    - HELDOUT_SHARE of the topics are held out. They are drawn from the topics whose words are in no
+      other topic's texts and in no phrasing, so a held-out topic is never trained on.
     """
     from eyas.prompts.topics import DIALOGUES, PHRASINGS, TOPICS
 
@@ -30,10 +33,11 @@ def build_prompts(seed: int = 0, more: int = 0) -> list[Conversation]:
         "dialogue": list(DIALOGUES),
     }
     categories = list(phrasings)
-    decks = {
-        category: [] for category in categories
-    }  # every phrasing is used before one is used again
-    conversations, seen, counts = [], set(), Counter()
+    # Every phrasing of a category is used before one is used again.
+    decks = {category: [] for category in categories}
+    conversations = []
+    seen = set()
+    counts = Counter()
 
     def add(topic, asked: list[str]) -> None:
         for category in asked:
@@ -49,42 +53,35 @@ def build_prompts(seed: int = 0, more: int = 0) -> list[Conversation]:
             counts[category, topic.name] += 1
             slug = re.sub(r"[^a-z0-9]+", "-", topic.name.lower())
             id = f"{category}-{slug}-{counts[category, topic.name]}"
-            conversations.append(
-                Conversation(
-                    id,
-                    category,
-                    topic.name,
-                    "heldout" if topic.name in heldout else "train",
-                    messages,
-                )
-            )
+            split = "heldout" if topic.name in heldout else "train"
+            conversations.append(Conversation(id, category, topic.name, split, messages))
+
+    def in_turn(number: int, n: int) -> list[str]:
+        """Return n categories for topic `number`, so that all topics together use all alike."""
+        return [categories[(number * n + i) % len(categories)] for i in range(n)]
 
     for number, topic in enumerate(TOPICS):
-        add(
-            topic,
-            categories
-            + [
-                categories[(number * EXTRA_PER_TOPIC + i) % len(categories)]
-                for i in range(EXTRA_PER_TOPIC)
-            ],
-        )
-    if more:
+        add(topic, categories + in_turn(number, EXTRA_PER_TOPIC))
+    if more:  # the set itself is built first, so that the others differ from it
         conversations.clear()
         for number, topic in enumerate(TOPICS):
-            add(topic, [categories[(number * more + i) % len(categories)] for i in range(more)])
+            add(topic, in_turn(number, more))
     rng.shuffle(conversations)
     leaks = heldout_leaks(conversations)
     if leaks:
         raise EyasError(
-            f"held-out topic {leaks[0][0]!r} stands in the training conversation {leaks[0][1]}",
+            f"held-out topic {leaks[0][0]!r} is in the training conversation {leaks[0][1]}",
             "none",
-            "mend the topics in lib/eyas/prompts/topics.py",
+            "correct the topics in lib/eyas/prompts/topics.py",
         )
     return conversations
 
 
 def heldout_leaks(conversations: list[Conversation]) -> list[tuple[str, str]]:
-    """(held-out topic, id of a training conversation with a word of it), for every such pair; empty is right."""
+    """Return (held-out topic, id of a training conversation with a word of it) of every such pair.
+
+    The result must be empty.
+    """
     from eyas.prompts.topics import TOPICS
 
     heldout = {c.topic for c in conversations if c.split == "heldout"}
@@ -103,39 +100,39 @@ def heldout_leaks(conversations: list[Conversation]) -> list[tuple[str, str]]:
 
 
 def _heldout_topics(rng: random.Random) -> set[str]:
+    """Draw the held-out topics from those whose words are in no phrasing and no other topic."""
     from eyas.prompts import topics as data
 
-    asked = " ".join(
-        [
-            *(p for ps in data.PHRASINGS.values() for p in ps),
-            *(turn for d in data.DIALOGUES for turn in d),
-            *data.OPENINGS,
-            *data.LENGTHS,
-            *data.SYSTEMS,
-        ]
-    )
+    phrasings = [phrasing for of_category in data.PHRASINGS.values() for phrasing in of_category]
+    turns = [turn for dialogue in data.DIALOGUES for turn in dialogue]
+    asked = " ".join([*phrasings, *turns, *data.OPENINGS, *data.LENGTHS, *data.SYSTEMS])
     texts = {
         t.name: " ".join([t.name, t.items, t.measure, t.activity, *t.pair, *t.facts])
         for t in data.TOPICS
     }
-    alone = [
-        t.name
-        for t in data.TOPICS
-        if not any(
-            _stem_pattern(t).search(text)
-            for text in [asked, *(text for name, text in texts.items() if name != t.name)]
-        )
-    ]
+    alone = []
+    for topic in data.TOPICS:
+        others = [text for name, text in texts.items() if name != topic.name]
+        pattern = _stem_pattern(topic)
+        if not any(pattern.search(text) for text in [asked, *others]):
+            alone.append(topic.name)
     return set(rng.sample(alone, k=round(HELDOUT_SHARE * len(data.TOPICS))))
 
 
 def _stem_pattern(topic) -> re.Pattern:
-    # a name of several words ("ice cream") is one expression; it is listed in the stems word by word
+    """Return a pattern that finds the words of a topic.
+
+    A name of several words ("ice cream") is one expression; the stems list it word by word.
+    """
     words = sorted(set(topic.stems.split()) | {topic.name.lower()}, key=len, reverse=True)
     return re.compile(r"\b(" + "|".join(map(re.escape, words)) + ")", re.IGNORECASE)
 
 
 def _fill(phrasing: tuple[str, ...], topic, rng: random.Random) -> tuple:
+    """Return the messages of a phrasing, filled with a topic and random details.
+
+    The order of the draws decides the texts: a change of it changes the whole prompt set.
+    """
     from eyas.prompts import topics as data
 
     f1, f2, f3 = rng.sample(topic.facts, k=3)
@@ -170,11 +167,15 @@ def _fill(phrasing: tuple[str, ...], topic, rng: random.Random) -> tuple:
 
 
 def build_file(path: Path, seed: int, more: int = 0) -> str:
-    """Write our own prompt set to `path`; returns one line about it. EyasError rather than overwrite responses."""
+    """Write our own prompt set to `path` and return one line about it.
+
+    Raise EyasError if the file holds responses or other conversations.
+    """
     path = Path(path)
     conversations = build_prompts(seed, more)
-    if path.is_file() and (there := load_prompts(path).conversations) != conversations:
-        if any(m["role"] == "assistant" for c in there for m in c.messages):
+    earlier = load_prompts(path).conversations if path.is_file() else conversations
+    if earlier != conversations:
+        if any(c.questions() != c for c in earlier):
             raise EyasError(
                 f"{path} holds responses already",
                 "a path where nothing is lost",
@@ -186,5 +187,9 @@ def build_file(path: Path, seed: int, more: int = 0) -> str:
             "another --path",
         )
     write_prompts(path, conversations)
-    heldout = sum(c.split == "heldout" for c in conversations)
-    return f"{path.name}: {len(conversations)} conversations, {heldout} of held-out topics, {len({c.category for c in conversations})} categories"
+    n_heldout = sum(c.split == "heldout" for c in conversations)
+    n_categories = len({c.category for c in conversations})
+    return (
+        f"{path.name}: {len(conversations)} conversations, {n_heldout} of held-out topics,"
+        f" {n_categories} categories"
+    )

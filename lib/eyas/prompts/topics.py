@@ -1,6 +1,7 @@
-"""What the prompt set talks about, and how it asks: topics with a few plain facts, and phrasings by category.
+"""Hold the texts of the prompt set: topics with a few plain facts, and phrasings by category.
 
-Only data. `eyas.prompts.build.build_prompts` fills the phrasings with the topics. Facts are short, common knowledge, written for this project.
+This module holds only data. `eyas.prompts.build.build_prompts` fills the phrasings with the topics.
+The facts are short common knowledge, written for this project.
 """
 
 from typing import NamedTuple
@@ -8,7 +9,9 @@ from typing import NamedTuple
 
 class Topic(NamedTuple):
     name: str  # noun phrase that fits after "about"
-    stems: str  # beginnings of the words that give the topic away, for the check that a held-out topic is never trained on
+    # Beginnings of the words that belong to the topic, to check that a held-out topic is never
+    # trained on
+    stems: str
     items: str  # plural, countable
     measure: str  # one number that such an item has, usable as a field name
     activity: str  # gerund phrase: what a person may be doing with it
@@ -210,7 +213,10 @@ TOPICS = (
         (
             "Thunderstorms grow where warm, moist air rises quickly.",
             "Lightning heats the air to about 30,000 degrees.",
-            "Counting the seconds to the thunder and dividing by three gives the distance in kilometres.",
+            (
+                "Counting the seconds to the thunder and dividing by three gives the distance in "
+                "kilometres."
+            ),
         ),
     ),
     Topic(
@@ -1395,124 +1401,333 @@ SYSTEMS = (
     "You are a careful editor. You never add facts.",
 )
 
-# {f1} {f2} {f3}: the topic's facts in random order; {p} {q}: two people; {n} < {m}: numbers; {k}: a small number; {a} {b}: the pair; {o}: opening; {l}: wish for a length
+# {f1} {f2} {f3}: the topic's facts in random order; {p} {q}: two people; {n} < {m}: numbers;
+# {k}: a small number; {a} {b}: the pair; {o}: opening; {l}: wish for a length
 PHRASINGS = {
     "chat": (
-        "{o}I have been {activity} lately and I really enjoy it. What do you think about {name}?{l}",
-        "{o}My friend {p} never stops talking about {name}. How can I join the conversation without sounding silly?{l}",
-        "I'm a bit tired today, but {activity} always cheers me up. Do you have a nice thought about {name} for me?",
-        "{o}Guess what: tomorrow I will be {activity}! I am excited and a little nervous. Any words for me?",
+        (
+            "{o}I have been {activity} lately and I really enjoy it. What do you think about "
+            "{name}?{l}"
+        ),
+        (
+            "{o}My friend {p} never stops talking about {name}. How can I join the conversation "
+            "without sounding silly?{l}"
+        ),
+        (
+            "I'm a bit tired today, but {activity} always cheers me up. Do you have a nice thought "
+            "about {name} for me?"
+        ),
+        (
+            "{o}Guess what: tomorrow I will be {activity}! I am excited and a little nervous. Any "
+            "words for me?"
+        ),
         "{o}What is the most surprising thing about {name}, in your opinion?{l}",
-        "{p} and I had a small argument about {name}. {p} says the subject is boring. Convince us that it is not.",
+        (
+            "{p} and I had a small argument about {name}. {p} says the subject is boring. Convince "
+            "us that it is not."
+        ),
         "{o}Tell me something about {name} that I can mention at dinner tonight.{l}",
-        "Last weekend I spent {k} hours {activity}, and now my family thinks I am strange. Is that normal?",
-        "{o}I used to dislike everything that had to do with {name}, but lately I have changed my mind. Why might that happen to people?",
+        (
+            "Last weekend I spent {k} hours {activity}, and now my family thinks I am strange. Is "
+            "that normal?"
+        ),
+        (
+            "{o}I used to dislike everything that had to do with {name}, but lately I have changed "
+            "my mind. Why might that happen to people?"
+        ),
         "{o}If you could ask an expert one question about {name}, what would it be and why?",
     ),
     "explanation": (
         "{o}Explain {name} to a ten-year-old child.{l}",
-        "What should a beginner know about {name}? Start with the most important idea and then say why it matters.",
+        (
+            "What should a beginner know about {name}? Start with the most important idea and then "
+            "say why it matters."
+        ),
         '{o}I read this sentence about {name}: "{f1}" Can you explain why that is so?{l}',
         "{o}Why are people so interested in {name}?{l}",
-        "Someone told me the following about {name}: {f2} Is it true, and what is the reason behind it?",
-        "{o}What is a common mistake in the way people think about {name}? Explain it and put it right.",
-        "Explain the difference between knowing a few facts about {name} and really understanding the subject. Use an example.",
-        "{o}How would you explain {name} with an everyday comparison, for example from the kitchen?",
-        "In class we learned this about {name}: {f1} {f3} Please explain how the two statements belong together.",
+        (
+            "Someone told me the following about {name}: {f2} Is it true, and what is the reason "
+            "behind it?"
+        ),
+        (
+            "{o}What is a common mistake in the way people think about {name}? Explain it and put "
+            "it right."
+        ),
+        (
+            "Explain the difference between knowing a few facts about {name} and really "
+            "understanding the subject. Use an example."
+        ),
+        (
+            "{o}How would you explain {name} with an everyday comparison, for example from the "
+            "kitchen?"
+        ),
+        (
+            "In class we learned this about {name}: {f1} {f3} Please explain how the two "
+            "statements belong together."
+        ),
         "{o}What has changed about {name} during the last hundred years?{l}",
     ),
     "code": (
-        'Write a Python function `largest(items)` that takes a list of {items}, each a dictionary with the keys "name" and "{measure}", and returns the name of the one with the largest {measure}.',
-        "Write a Python function that reads a CSV file of {items} with the columns name and {measure} and prints the average {measure}. Explain the code in two sentences.",
-        "{o}I have a table of {items} with the columns name, {measure} and year. Write an SQL query for the {k} rows with the highest {measure} since the year 2000.",
-        "Write a small Python class for {items} with a name, a {measure} and a method that compares two of them by {measure}.",
-        'What does this Python line do, and what is it called? `names = [x["name"] for x in rows if x["{measure}"] > {n}]` The rows describe {items}.',
-        'This function should add up the {measure} of all {items}, but it returns only the first one. What is wrong?\n\ndef total(rows):\n    s = 0\n    for row in rows:\n        s += row["{measure}"]\n        return s',
-        "Write a Python function that groups a list of {items} by the first letter of their name and returns a dictionary. Add a short docstring.",
-        "Write a JavaScript function that takes an array of {items} and returns a new array sorted by {measure}, without changing the original.",
-        "Show me how to write a unit check in Python with assert for a function `mean_{measure}(rows)` that computes the mean {measure} of some {items}.",
-        "{o}Write a short Python program that asks the user for the {measure} of {k} {items} and prints the smallest value.",
+        (
+            "Write a Python function `largest(items)` that takes a list of {items}, each a "
+            'dictionary with the keys "name" and "{measure}", and returns the name of the one with '
+            "the largest {measure}."
+        ),
+        (
+            "Write a Python function that reads a CSV file of {items} with the columns name and "
+            "{measure} and prints the average {measure}. Explain the code in two sentences."
+        ),
+        (
+            "{o}I have a table of {items} with the columns name, {measure} and year. Write an SQL "
+            "query for the {k} rows with the highest {measure} since the year 2000."
+        ),
+        (
+            "Write a small Python class for {items} with a name, a {measure} and a method that "
+            "compares two of them by {measure}."
+        ),
+        (
+            'What does this Python line do, and what is it called? `names = [x["name"] for x in '
+            'rows if x["{measure}"] > {n}]` The rows describe {items}.'
+        ),
+        (
+            "This function should add up the {measure} of all {items}, but it returns only the "
+            "first one. What is wrong?\n\ndef total(rows):\n    s = 0\n    for row in rows:\n      "
+            '  s += row["{measure}"]\n        return s'
+        ),
+        (
+            "Write a Python function that groups a list of {items} by the first letter of their "
+            "name and returns a dictionary. Add a short docstring."
+        ),
+        (
+            "Write a JavaScript function that takes an array of {items} and returns a new array "
+            "sorted by {measure}, without changing the original."
+        ),
+        (
+            "Show me how to write a unit check in Python with assert for a function "
+            "`mean_{measure}(rows)` that computes the mean {measure} of some {items}."
+        ),
+        (
+            "{o}Write a short Python program that asks the user for the {measure} of {k} {items} "
+            "and prints the smallest value."
+        ),
     ),
     "maths": (
-        "A book about {name} has {m} pages. {p} reads {n} pages a day. After how many days is the book finished? Show your steps.",
-        "{p} gives a course on {name} for {n} people. Each pays {m} euros, and the room costs {n} euros. How much money is left? Explain the calculation.",
-        "In a survey {m} people were asked about {name}, and {n} of them said that they like the subject. What percentage is that, roughly?",
-        "{p} collects pictures of {items}. There are {n} in the first album and {k} times as many in the second. How many pictures are there together?",
-        "The {measure} of three {items} was noted as {n}, {m} and {k}. What is the mean of these three numbers? Show how you get it.",
-        "Tickets for a talk about {name} cost {k} euros for children and twice as much for adults. What do {n} children and {k} adults pay in total?",
-        "{p} spends {k} hours a week on {activity}. How many hours is that in {n} weeks, and how many days of 24 hours?",
-        "{o}A poster shows {n} {items} in {k} equal rows, with a few left over. How many are in each row, and how many are left over?",
-        "{p} and {q} share {m} stickers of {items} in the ratio 2 to 3. How many stickers does each of them get? Explain step by step.",
-        "A shop sells a calendar about {name} for {m} euros. In {month} the price falls by 20 percent. What is the new price?",
+        (
+            "A book about {name} has {m} pages. {p} reads {n} pages a day. After how many days is "
+            "the book finished? Show your steps."
+        ),
+        (
+            "{p} gives a course on {name} for {n} people. Each pays {m} euros, and the room costs "
+            "{n} euros. How much money is left? Explain the calculation."
+        ),
+        (
+            "In a survey {m} people were asked about {name}, and {n} of them said that they like "
+            "the subject. What percentage is that, roughly?"
+        ),
+        (
+            "{p} collects pictures of {items}. There are {n} in the first album and {k} times as "
+            "many in the second. How many pictures are there together?"
+        ),
+        (
+            "The {measure} of three {items} was noted as {n}, {m} and {k}. What is the mean of "
+            "these three numbers? Show how you get it."
+        ),
+        (
+            "Tickets for a talk about {name} cost {k} euros for children and twice as much for "
+            "adults. What do {n} children and {k} adults pay in total?"
+        ),
+        (
+            "{p} spends {k} hours a week on {activity}. How many hours is that in {n} weeks, and "
+            "how many days of 24 hours?"
+        ),
+        (
+            "{o}A poster shows {n} {items} in {k} equal rows, with a few left over. How many are "
+            "in each row, and how many are left over?"
+        ),
+        (
+            "{p} and {q} share {m} stickers of {items} in the ratio 2 to 3. How many stickers does "
+            "each of them get? Explain step by step."
+        ),
+        (
+            "A shop sells a calendar about {name} for {m} euros. In {month} the price falls by 20 "
+            "percent. What is the new price?"
+        ),
     ),
     "lists": (
         "{o}Give me three short tips for {activity}, with one sentence of reason for each.",
-        "Name three questions that one should ask before {activity}, and say briefly why each of them matters.",
-        "{o}List four words that everybody should know in connection with {name}, each with a short definition.",
+        (
+            "Name three questions that one should ask before {activity}, and say briefly why each "
+            "of them matters."
+        ),
+        (
+            "{o}List four words that everybody should know in connection with {name}, each with a "
+            "short definition."
+        ),
         "What are three common myths about {name}? Correct each of them in one sentence.",
-        "{o}Write a short packing list for somebody who is {activity}. Five things are enough; explain the most important one.",
+        (
+            "{o}Write a short packing list for somebody who is {activity}. Five things are enough; "
+            "explain the most important one."
+        ),
         "Give two advantages and two disadvantages of {activity}.",
-        "{o}Suggest three titles for a school project about {name}, and say which of them you like best.",
+        (
+            "{o}Suggest three titles for a school project about {name}, and say which of them you "
+            "like best."
+        ),
         "List the steps that a beginner should take when {activity}. Use at most five steps.",
         "{o}Which three facts about {name} would fit on a small poster?",
         "Name three jobs that have to do with {name} and describe each in one sentence.",
     ),
     "rewriting": (
         'Rewrite this sentence about {name} so that a child understands it: "{f1}"',
-        "Make the following text more formal: \"Hey {p}, I'm {activity} on {day}, wanna come along? It'll be fun!\"",
-        '{o}Rewrite this in a friendlier tone: "{q}, you forgot to send me the notes about {name}. I need them by {day}."',
-        'Correct the spelling and grammar: "{p} dont know much about {name}, but she want to lern it untill {month}."',
+        (
+            "Make the following text more formal: \"Hey {p}, I'm {activity} on {day}, wanna come "
+            "along? It'll be fun!\""
+        ),
+        (
+            '{o}Rewrite this in a friendlier tone: "{q}, you forgot to send me the notes about '
+            '{name}. I need them by {day}."'
+        ),
+        (
+            'Correct the spelling and grammar: "{p} dont know much about {name}, but she want to '
+            'lern it untill {month}."'
+        ),
         'Put these two sentences about {name} together into one: "{f1}" "{f2}"',
         'Shorten this text about {name} to one sentence: "{f1} {f2} {f3}"',
         '{o}Rewrite the following sentence about {name} as a question and then answer it: "{f3}"',
-        "Turn these notes into a polite e-mail: meeting about {name}, {day} at {k} o'clock, bring a pen, ask {p} about the room.",
-        'Rewrite this remark on {name} as a headline for a newspaper, and then as a first sentence of an article: "{f2}"',
-        'Say the following about {name} in other words, without losing any information: "{f1} {f3}"',
+        (
+            "Turn these notes into a polite e-mail: meeting about {name}, {day} at {k} o'clock, "
+            "bring a pen, ask {p} about the room."
+        ),
+        (
+            "Rewrite this remark on {name} as a headline for a newspaper, and then as a first "
+            'sentence of an article: "{f2}"'
+        ),
+        (
+            'Say the following about {name} in other words, without losing any information: "{f1} '
+            '{f3}"'
+        ),
     ),
     "extraction": (
-        'Extract the name, the city, the day and the price from this text as JSON: "{p} from {city} gives a talk about {name} on {day}. It starts at {k} o\'clock, and a ticket costs {n} euros."',
-        'Who does what, and by when? Answer in one line for each person. "{p} will prepare the slides about {name} until {day}. {q} books the room in {city} and buys {k} markers."',
-        'Which numbers appear in the following text, and what does each of them mean? "Our club for {name} was founded in {year}. It has {m} members, and {n} of them live in {city}."',
-        '{o}Find the date, the place and the topic in this message: "Dear {p}, we would like to invite you to {city} on {k} {month}. We will speak about {name} and have lunch together. Yours, {q}"',
+        (
+            'Extract the name, the city, the day and the price from this text as JSON: "{p} from '
+            "{city} gives a talk about {name} on {day}. It starts at {k} o'clock, and a ticket "
+            'costs {n} euros."'
+        ),
+        (
+            'Who does what, and by when? Answer in one line for each person. "{p} will prepare the '
+            'slides about {name} until {day}. {q} books the room in {city} and buys {k} markers."'
+        ),
+        (
+            'Which numbers appear in the following text, and what does each of them mean? "Our '
+            "club for {name} was founded in {year}. It has {m} members, and {n} of them live in "
+            '{city}."'
+        ),
+        (
+            '{o}Find the date, the place and the topic in this message: "Dear {p}, we would like '
+            "to invite you to {city} on {k} {month}. We will speak about {name} and have lunch "
+            'together. Yours, {q}"'
+        ),
         'Read the text about {name} and write down only its main claim: "{f1} {f2} {f3}"',
         'List the important nouns of this sentence about {name} and explain one of them: "{f2}"',
-        'Is this review positive or negative, and which words show it? "The evening about {name} in {city} was well organised, but the speaker, {p}, was hard to understand, and {n} euros are too much."',
-        'Make a table with the columns person and order from this text: "{p} would like {k} books about {name}, {q} takes one, and the library in {city} wants {n}."',
-        'From this note, extract the telephone number and the reason for the call: "{q} called on {day} because of the course on {name}; please call back, number 0{m}-{n}{k}41."',
-        'What is the text about, which year is mentioned, and who is responsible? "Since {year} {p} has been looking after the exhibition on {name} in {city}."',
+        (
+            'Is this review positive or negative, and which words show it? "The evening about '
+            "{name} in {city} was well organised, but the speaker, {p}, was hard to understand, "
+            'and {n} euros are too much."'
+        ),
+        (
+            'Make a table with the columns person and order from this text: "{p} would like {k} '
+            'books about {name}, {q} takes one, and the library in {city} wants {n}."'
+        ),
+        (
+            'From this note, extract the telephone number and the reason for the call: "{q} called '
+            'on {day} because of the course on {name}; please call back, number 0{m}-{n}{k}41."'
+        ),
+        (
+            'What is the text about, which year is mentioned, and who is responsible? "Since '
+            '{year} {p} has been looking after the exhibition on {name} in {city}."'
+        ),
     ),
     "summarising": (
         'Summarise this text about {name} in one sentence: "{f1} {f2} {f3}"',
-        '{o}Give me the main point of the following paragraph about {name}. "{f2} {f1} That is what {p} told us on {day}, and most of us were surprised."',
-        'Summarise this message for somebody who has no time: "Hi {q}, I have been {activity}. It took {k} hours instead of two, it rained, and I lost my keys, but I would do it again at once. Will you come along in {month}? Love, {p}"',
-        'Write a summary of this text on {name}, at most 25 words: "{f3} {f1} {f2} Few people in our town knew this before the exhibition in {month}."',
-        'What are the two most important ideas in this text? "{f1} {f3} For these reasons {p} wrote a small book about {name}."',
-        'Summarise the minutes: "{day}, {k} o\'clock. {p} reports on {name}. {q} asks about the costs: {m} euros. The group agrees to meet again in {month}."',
+        (
+            '{o}Give me the main point of the following paragraph about {name}. "{f2} {f1} That is '
+            'what {p} told us on {day}, and most of us were surprised."'
+        ),
+        (
+            'Summarise this message for somebody who has no time: "Hi {q}, I have been {activity}. '
+            "It took {k} hours instead of two, it rained, and I lost my keys, but I would do it "
+            'again at once. Will you come along in {month}? Love, {p}"'
+        ),
+        (
+            'Write a summary of this text on {name}, at most 25 words: "{f3} {f1} {f2} Few people '
+            'in our town knew this before the exhibition in {month}."'
+        ),
+        (
+            'What are the two most important ideas in this text? "{f1} {f3} For these reasons {p} '
+            'wrote a small book about {name}."'
+        ),
+        (
+            "Summarise the minutes: \"{day}, {k} o'clock. {p} reports on {name}. {q} asks about "
+            'the costs: {m} euros. The group agrees to meet again in {month}."'
+        ),
         '{o}Write a title and one sentence that sum up this note on {name}: "{f2} {f3}"',
-        'Explain in your own words what this paragraph about {name} says, as if you told it to a friend: "{f1} {f2} {f3}"',
+        (
+            "Explain in your own words what this paragraph about {name} says, as if you told it to "
+            'a friend: "{f1} {f2} {f3}"'
+        ),
     ),
     "advice": (
-        "{o}I am thinking about {activity}, but I have only {n} euros and one free weekend. How should I begin?{l}",
-        "{p} wants to start {activity} in {month} and has never done anything like it. Make a simple plan for the first two weeks.",
+        (
+            "{o}I am thinking about {activity}, but I have only {n} euros and one free weekend. "
+            "How should I begin?{l}"
+        ),
+        (
+            "{p} wants to start {activity} in {month} and has never done anything like it. Make a "
+            "simple plan for the first two weeks."
+        ),
         "{o}What should I avoid when {activity}?{l}",
-        "I promised my class in {city} an afternoon about {name}. We have {k} hours. How could the afternoon look?",
-        "{o}I started {activity} a month ago, and I already feel like giving up. What would you advise?",
+        (
+            "I promised my class in {city} an afternoon about {name}. We have {k} hours. How could "
+            "the afternoon look?"
+        ),
+        (
+            "{o}I started {activity} a month ago, and I already feel like giving up. What would "
+            "you advise?"
+        ),
         "Is {activity} a good idea for somebody who is seventy years old? Give honest advice.",
         "{o}How can I find out more about {name} without spending money?{l}",
-        "My brother {p} is {activity}, and I want to give him a present for about {n} euros. What would be useful?",
-        "Help me decide: on {day} I could either stay at home or spend the day {activity}. What speaks for each?",
+        (
+            "My brother {p} is {activity}, and I want to give him a present for about {n} euros. "
+            "What would be useful?"
+        ),
+        (
+            "Help me decide: on {day} I could either stay at home or spend the day {activity}. "
+            "What speaks for each?"
+        ),
     ),
     "creative": (
         "Write a short poem of four lines about {name}.",
-        "Write the first paragraph of a story in which {p} is {activity} and something unexpected happens.",
-        "{o}Invent a slogan for an exhibition about {name} in {city}, and explain it in one sentence.",
+        (
+            "Write the first paragraph of a story in which {p} is {activity} and something "
+            "unexpected happens."
+        ),
+        (
+            "{o}Invent a slogan for an exhibition about {name} in {city}, and explain it in one "
+            "sentence."
+        ),
         "Write a short dialogue between {p} and {q}, who disagree about {name}.",
-        "Describe a morning in {city} from the point of view of somebody who is {activity}. One paragraph.",
+        (
+            "Describe a morning in {city} from the point of view of somebody who is {activity}. "
+            "One paragraph."
+        ),
         "Write a diary entry of somebody who spent the whole {day} {activity}.",
         "{o}Write a funny but friendly birthday card for {p}, who loves {name}.",
         'Invent a short legend about {name} that explains this: "{f1}"',
         "Write a postcard from {city} in which {q} tells a friend about {activity}.",
-        "Write a short scene for a play: two strangers wait for a bus in {month} and begin to talk about {name}.",
+        (
+            "Write a short scene for a play: two strangers wait for a bus in {month} and begin to "
+            "talk about {name}."
+        ),
     ),
     "comparison": (
         "{o}What is the difference between {a} and {b}?{l}",
@@ -1521,19 +1736,51 @@ PHRASINGS = {
         "{o}I cannot decide between {a} and {b}. What would you look at first?{l}",
         "When would you choose {a}, and when {b}? The subject is {name}, and I am a beginner.",
         "{o}Are {a} and {b} really so different? Explain it with one example.",
-        "In a talk about {name} somebody mentioned {a} and {b}. Explain both in a sentence each, and then name the most important difference.",
+        (
+            "In a talk about {name} somebody mentioned {a} and {b}. Explain both in a sentence "
+            "each, and then name the most important difference."
+        ),
         "Which is harder to explain to a child, {a} or {b}? Give your reasons.",
     ),
     "reading": (
-        'Text: "{f1} {f2} {f3}" Question: what does the text say about {name}? Answer with one full sentence and do not add anything.',
-        'Read this and answer: does the text support the claim that everything about {name} has been known for a long time? "{f1} {f2}"',
-        '"{p} and {q} are {activity}. {p} brought {k} sandwiches, and {q} forgot the water." Who forgot something, and what should they do now?',
-        'Here is a passage about {name}: "{f3} {f1}" Which question does the first sentence answer? Write that question.',
-        'A leaflet about {name} says: "{f2}" Why could this be important for somebody who is {activity}?',
-        'Notice: "The course on {name} in {city} moves from {day} to the next day. It still begins at {k} o\'clock. Bring {n} euros for material." Question: what has changed, and what stays the same?',
-        'According to the following text, what is special about {name}? "{f1} {f3}" Answer in one or two sentences.',
-        'Passage about {name}: "{f2} {f3}" Write one question that can be answered from the passage and one that cannot, and say why.',
-        '"In {year} {p} opened a small museum of {name} in {city}. In its first month {m} people came, {n} of them children." How many visitors were adults, and when did it open?',
+        (
+            'Text: "{f1} {f2} {f3}" Question: what does the text say about {name}? Answer with one '
+            "full sentence and do not add anything."
+        ),
+        (
+            "Read this and answer: does the text support the claim that everything about {name} "
+            'has been known for a long time? "{f1} {f2}"'
+        ),
+        (
+            '"{p} and {q} are {activity}. {p} brought {k} sandwiches, and {q} forgot the water." '
+            "Who forgot something, and what should they do now?"
+        ),
+        (
+            'Here is a passage about {name}: "{f3} {f1}" Which question does the first sentence '
+            "answer? Write that question."
+        ),
+        (
+            'A leaflet about {name} says: "{f2}" Why could this be important for somebody who is '
+            "{activity}?"
+        ),
+        (
+            'Notice: "The course on {name} in {city} moves from {day} to the next day. It still '
+            "begins at {k} o'clock. Bring {n} euros for material.\" Question: what has changed, "
+            "and what stays the same?"
+        ),
+        (
+            'According to the following text, what is special about {name}? "{f1} {f3}" Answer in '
+            "one or two sentences."
+        ),
+        (
+            'Passage about {name}: "{f2} {f3}" Write one question that can be answered from the '
+            "passage and one that cannot, and say why."
+        ),
+        (
+            '"In {year} {p} opened a small museum of {name} in {city}. In its first month {m} '
+            'people came, {n} of them children." How many visitors were adults, and when did it '
+            "open?"
+        ),
     ),
 }
 # A dialogue is a list of user turns; the answers between them are the target's own

@@ -86,7 +86,7 @@ function compare(a, b) {
   fill("compared-facts", ["", a.name, b.name], facts.map(name => [name, a.facts[name] || "not recorded", b.facts[name] || "not recorded"]), "Nothing else differs.");
   const paired = document.getElementById("paired");
   paired.hidden = !(a.numbers.acceptance_length && b.numbers.acceptance_length && apart(measures[0], a, b).length === 0);
-  paired.querySelector("code").textContent = `python -m eyas compare --profile ${b.profile} -p run_name ${b.name} -p compare_run ${a.name}`;
+  paired.querySelector("code").textContent = `python -m eyas evaluate compare --profile ${b.profile} -p run_name ${b.name} -p compare_run ${a.name}`;
 }
 
 function number(block) {

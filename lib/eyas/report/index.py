@@ -166,8 +166,12 @@ class Cell:
 
 def _filled_columns(runs: list[dict]) -> dict[str, list[Cell]]:
     """Return the columns that have something for some run, one cell a run."""
-    columns = {name: [cell(run) for run in runs] for name, cell in _COLUMNS.items()}
-    return {name: cells for name, cells in columns.items() if not all(cell.empty for cell in cells)}
+    columns = {}
+    for name, make_cell in _COLUMNS.items():
+        cells = [make_cell(run) for run in runs]
+        if not all(cell.empty for cell in cells):
+            columns[name] = cells
+    return columns
 
 
 def _started_cell(run: dict) -> Cell:

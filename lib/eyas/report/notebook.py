@@ -1,7 +1,9 @@
-"""Run one notebook through papermill, in a process of its own (`python -m eyas.report.notebook SPEC`) that starts a kernel of this Python.
+"""Run one notebook through papermill, in a process of its own that starts a kernel of this Python.
 
-A kernel or a runner that is killed, a cell that takes too long and a `sys.exit(0)` halfway all come back as a return code that is not 0, with what
-went wrong in words: what the cells of the output say about themselves is not believed.
+- The process is `python -m eyas.report.notebook SPEC`; `execute` starts it and waits for it.
+- A killed kernel, a killed runner, a cell that takes too long and a `sys.exit(0)` halfway all give
+  a return code other than 0, and what went wrong in words.
+- The cells of the output are not asked how they ended: they say "completed" after a kill too.
 """
 
 import argparse
@@ -48,7 +50,10 @@ MEMORY_SETTINGS = (
 
 
 def declared_parameters(path: Path) -> dict[str, Any]:
-    """Names and literal values of the notebook's one cell tagged `parameters`; EyasError when it is not one cell of literals."""
+    """Return the names and literal values of the notebook's one cell tagged `parameters`.
+
+    EyasError: there is not exactly one such cell, or a line is not `name: type = literal`.
+    """
     cells = [
         c for c in read_json(path)["cells"] if "parameters" in c.get("metadata", {}).get("tags", [])
     ]
@@ -81,11 +86,14 @@ def execute(
     wait=subprocess.Popen.wait,
     environment: dict[str, str] | None = None,
 ) -> tuple[int, dict | None]:
-    """Run a notebook in a process of its own, which `wait(process)` waits for; gives the return code and, where that is not 0, what went wrong.
+    """Run a notebook in a process of its own; return its return code and what went wrong, or None.
 
-    Beside `output`, the executed notebook, lie its log and what was asked of it. What went wrong: kind, ename, evalue, lines, which cell of how many,
-    and `memory_kills`: processes that the operating system killed for memory meanwhile (None where it does not count them).
-    The process ends with this one, and its kernel with it. `environment` comes on top of this process's.
+    `wait(process)` waits for the process. `environment` adds to the environment of this process.
+    The log and the specification are written beside `output`, the executed notebook.
+
+    What went wrong is a dict: kind, ename, evalue, lines, cell and cells (which of how many),
+    source, and `memory_kills`: how many processes the operating system killed for memory meanwhile
+    (None where it does not count them). The process and its kernel end with this process.
     """
     log, spec, result = (
         output.with_suffix(f".{suffix}") for suffix in ("log", "spec.json", "result.json")
@@ -146,7 +154,10 @@ def execute(
 
 
 def _stop(child: subprocess.Popen) -> None:
-    """End the child and its kernel, which ends by itself when its parent is gone, or else is killed. Nothing to do after a normal end."""
+    """End the child and its kernel. Do nothing when the child has ended.
+
+    The kernel ends by itself when its parent is gone; it is killed where it does not.
+    """
     if child.poll() is not None:
         return
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -161,9 +172,11 @@ def _stop(child: subprocess.Popen) -> None:
 
 
 def place(output: Path) -> dict:
-    """How far a notebook is, from the times that papermill writes into `output` (not from a cell's status, which says 'completed' after a kill).
+    """Return how far a notebook is, from the times that papermill writes into `output`.
 
-    `cell` of `cells` started last; `source`, its first line; `said`, the last line of its output; `seconds` of each cell, None where it has not ended.
+    `cell` of `cells` started last. `source` is its first line, `said` the last line of its output.
+    `seconds` holds the duration of each cell, None where it has not ended. A cell's status is not
+    used: it is "completed" after a kill too.
     """
     at = {"cell": None, "cells": None, "source": "", "said": "", "seconds": []}
     try:
@@ -179,8 +192,8 @@ def place(output: Path) -> dict:
         at["seconds"].append(times.get("duration"))
         if cell["cell_type"] == "code" and times.get("start_time"):
             lines = [line for line in "".join(cell["source"]).splitlines() if line.strip()]
-            # a line of text alone, or a bar: figures and tables have a text/plain too, which says nothing
-            # (a string or a list of lines, as the format has both)
+            # Only plain text and progress bars: figures and tables have a text/plain that says
+            # nothing. The format allows a string or a list of lines.
             said = [
                 out["data"].get("text/plain", "") if "data" in out else out["text"]
                 for out in cell["outputs"]
@@ -198,7 +211,10 @@ def place(output: Path) -> dict:
 
 
 def memory_kills() -> int | None:
-    """How many processes the operating system has killed for want of memory since it started, those of a container's limit too; None where it does not say."""
+    """Return how many processes the operating system has killed for memory since it started.
+
+    Kills by the limit of a container count too. None where the system does not count them.
+    """
     try:
         found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.M)
     except OSError:
@@ -207,17 +223,20 @@ def memory_kills() -> int | None:
 
 
 def advice(problem: dict, again: str, log: str, settings: dict) -> str:
-    """What to do about it. `settings`: the notebook's parameters, to name those that need less memory."""
+    """Return what to do about a problem.
+
+    `settings` are those that the notebook reads: the text names those that lower the memory.
+    """
     kind, name = problem["kind"], problem["ename"]
     less = [n for n in MEMORY_SETTINGS if n in settings]
-    memory = (
-        f"memory ran out: this machine has {bytes_text(psutil.virtual_memory().total)}; close other programs"
-        + (
-            f", or take less of {' or '.join(less)} (`python -m eyas profile` says what each does)"
-            if less
-            else ""
+    smaller = ""
+    if less:
+        smaller = (
+            f", or take less of {' or '.join(less)} (`python -m eyas settings` says what each does)"
         )
-        + f"; then `{again}`"
+    memory = (
+        f"memory ran out: this machine has {bytes_text(psutil.virtual_memory().total)}; "
+        f"close other programs{smaller}; then `{again}`"
     )
     if (
         name in OUT_OF_MEMORY
@@ -226,11 +245,18 @@ def advice(problem: dict, again: str, log: str, settings: dict) -> str:
     ):
         return memory
     if "SIGKILL" in kind:
-        if problem["memory_kills"] is None:
+        kills = problem["memory_kills"]
+        if kills is None:
             return f"most often {memory}"
-        if problem["memory_kills"]:
-            return f"{memory}. The operating system killed {problem['memory_kills']} process{'es' * (problem['memory_kills'] > 1)} for want of memory while it ran"
-        return f"somebody killed it, and not the operating system for want of memory, which counts such kills; `{again}`"
+        if kills:
+            processes = "1 process" if kills == 1 else f"{kills} processes"
+            return (
+                f"{memory}. The operating system killed {processes} for want of memory while it ran"
+            )
+        return (
+            "somebody killed it, and not the operating system for want of memory, "
+            f"which counts such kills; `{again}`"
+        )
     if kind.startswith("the kernel died"):
         return f"what it said last: {log}; then `{again}`"
     if kind == "exception":
@@ -242,7 +268,7 @@ def advice(problem: dict, again: str, log: str, settings: dict) -> str:
     if kind.startswith("a cell took"):
         return f"see why it is slow, or allow more: `{again} --cell-timeout-s SECONDS`"
     if kind.startswith("it stopped before its end"):
-        return f"remove the exit from that cell: what comes after it has not run; then `{again}`"
+        return f"remove the exit from that cell: the cells after it have not run; then `{again}`"
     return f"see {log}; then `{again}`"
 
 
@@ -264,14 +290,17 @@ def _runner_killed(return_code: int, log: Path) -> dict:
 
 
 def _one(spec_path: Path) -> int:
-    """Inside the child: run one notebook. What went wrong goes into the result file; the return code is the truth."""
+    """Run one notebook, inside the child; return the return code of the process.
+
+    What went wrong is written into the result file.
+    """
     import nbformat
     import papermill
     from jupyter_client import AsyncKernelManager
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
 
     class Kernel(AsyncKernelManager):
-        """One that tells how its process ended, which is forgotten otherwise."""
+        """Keep how the process of a kernel ended, which jupyter_client forgets."""
 
         ended: int | None = None
 
@@ -314,7 +343,8 @@ def _one(spec_path: Path) -> int:
                     kernel_manager_class=Kernel,
                 )
                 break
-            except RuntimeError as error:  # a port that was free is taken by somebody else before the kernel does; no cell has run
+            except RuntimeError as error:
+                # Another program took a port that was free, before the kernel did. No cell has run.
                 if not tries_left or "Kernel died before replying" not in str(error):
                     raise
     except papermill.PapermillExecutionError as error:
@@ -355,7 +385,10 @@ def _one(spec_path: Path) -> int:
 
 
 def _end_with(parent: int) -> None:
-    """The child has its own session, so a killed parent must be noticed; the kernel does the same with this process."""
+    """End this process when its parent has ended: it has its own session, so nothing else ends it.
+
+    The kernel does the same with this process.
+    """
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(EXIT_RUNNER)

@@ -1,14 +1,22 @@
-"""Is a notebook up to date? Then `report` shows what its last run left instead of running it again.
+"""Decide whether a notebook is up to date. If so, `report` shows its last run and does not run it.
 
-By content, never by time. A notebook is up to date when its last run ended well, what that run wrote is as it left it, and nothing differs from what
-decided its result: its code cells, its parameters, the functions and classes of eyas that they reach, the versions of the packages that compute, and
-what it reads. What a notebook reads and writes stands in its metadata, with the minutes that it takes with the defaults:
+The decision is by content, never by time. A notebook is up to date when
+- its last run ended well, and what that run wrote is unchanged;
+- nothing has changed that decided the result: its code cells, the settings that it reads, the
+  functions and classes of eyas that its cells reach, the versions of the packages that compute,
+  and the data that it reads.
 
-    "eyas": {"reads": ["store", "certificate", "target"], "writes": ["drafter"], "minutes": 8}
+The metadata of a notebook say what it reads and writes, and its minutes with the defaults:
 
-A name is one of CONTENTS; or a file or folder, in the run's folder or else in the repository; or `eyas.PACKAGE.MODULE.NAME`, code that runs in a process that the
-notebook starts. A notebook that does not say is always run.
-What a run was made from lies beside the executed notebook, as NAME.made.json.
+    "eyas": {"settings": ["train"], "reads": ["store", "certificate", "target"],
+             "writes": ["drafter"], "minutes": 8}
+
+- `settings`: see `eyas.report.parameters`.
+- `reads` and `writes`: a name of CONTENTS; a file or folder, in the run's folder or else in the
+  repository; or `eyas.PACKAGE.MODULE.NAME`, code in a process that the notebook starts.
+
+A notebook without these metadata always runs. NAME.made.json, beside the executed notebook, records
+what its last run was made from.
 """
 
 import ast
@@ -32,18 +40,29 @@ APART = (
     "jobs",
     "processes",
     "progress",
-)  # modules that say how far it is or what is wrong, and decide no result
+    "report.parameters",  # the settings are compared by themselves
+)  # modules that report progress or errors, and decide no result
 PACKAGES = ("torch", "transformers", "sglang", "numpy")
 ABSENT = "absent"
 SHOWN = 3  # reasons that a line names
 
 
 class Work:
-    """One notebook of a run: what it would be made from now, what its last run was made from. `folder` holds the executed notebooks of the run."""
+    """Compare what a notebook would be made from now with what its last run was made from.
 
-    def __init__(self, path: Path, parameters: dict[str, Any], folder: Path):
-        """`parameters`: all that the notebook declares, as resolved."""
+    `folder` holds the executed notebooks of the run.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        parameters: dict[str, Any],
+        folder: Path,
+        injected: dict[str, Any] | None = None,
+    ):
+        """Take the settings that the notebook reads, and the parameters that papermill injects."""
         self.path, self.parameters = path, parameters
+        self.injected = parameters if injected is None else injected
         self.config = Config.create(**parameters)
         self.output, self.made_path = (
             folder / f"{path.stem}.ipynb",
@@ -61,11 +80,9 @@ class Work:
         return read_json(self.made_path) if self.made_path.is_file() else None
 
     def inputs(self) -> dict[str, str]:
-        """Everything that decides the result, by name: a hash, or the value itself."""
-        cells, elsewhere = (
-            code_cells(self.path),
-            [name for name in self.reads if name.startswith("eyas.")],
-        )
+        """Return everything that decides the result: name -> a hash, or the value itself."""
+        cells = code_cells(self.path)
+        elsewhere = [name for name in self.reads if name.startswith("eyas.")]
         return {
             **{f"-p {name}": json.dumps(value) for name, value in sorted(self.parameters.items())},
             **{name: content(name, self.config) for name in self.reads if name not in elsewhere},
@@ -81,7 +98,7 @@ class Work:
         }
 
     def reasons(self) -> list[str]:
-        """Why it has to run, in words; nothing when it is up to date."""
+        """Return in words why the notebook has to run; [] when it is up to date."""
         made = self.made
         if not self.declared:
             return ["it does not say what it reads"]
@@ -100,12 +117,12 @@ class Work:
         ]
 
     def begin(self) -> dict[str, str]:
-        """Before it runs: what it will be made from. Until `end` it counts as not made."""
+        """Return what the notebook will be made from. Until `end` it counts as not made."""
         self.made_path.unlink(missing_ok=True)
         return self.inputs() if self.declared else {}
 
     def end(self, inputs: dict[str, str], record: dict) -> None:
-        """After it ended well; `record` is its part of run.json."""
+        """Record a run that ended well; `record` is its part of run.json."""
         write_json(self.made_path, {"inputs": inputs, "outputs": self.outputs(), "record": record})
 
 
@@ -129,7 +146,7 @@ def in_words(reasons: list[str]) -> str:
 
 
 def content(name: str, config: Config) -> str:
-    """A hash over what decides results, without dates and durations; ABSENT where there is nothing."""
+    """Return a hash over what decides results, without dates and durations; ABSENT without data."""
     if name in CONTENTS:
         try:
             return CONTENTS[name](config)
@@ -152,7 +169,7 @@ def content(name: str, config: Config) -> str:
 
 
 def _hash_of(path: Path) -> str:
-    """Of a file, or of all files of a folder with their names."""
+    """Return the hash of a file, or of all files of a folder with their names."""
     if path.is_dir():
         return sha256_json(
             [
@@ -175,7 +192,7 @@ def _digest(file, first: bytes = b"") -> str:
 
 
 def _files(path: Path) -> str:
-    """A file, or several that a pattern names."""
+    """Return the hash of a file, or of the files that a pattern names."""
     files = [path] if path.is_file() else sorted(path.parent.glob(path.name))
     return sha256_json([_hash_of(file) for file in files]) if files else ABSENT
 
@@ -198,7 +215,11 @@ def _target(config: Config) -> str:
 
 
 def _store(folder: Path) -> str:
-    """Manifest and content hashes of the index; the shards by name and size alone, since they may be a thousand GiB: an altered byte is for `verify` to find."""
+    """Return the hash of manifest, index and the names and sizes of the shards.
+
+    The bytes of the shards are not read, since they may be a thousand GiB. `verify` finds an
+    altered byte.
+    """
     from eyas.store.reader import Store
 
     return sha256_json(
@@ -231,7 +252,7 @@ def _mix(config: Config) -> str:
 
 
 def _drafter(config: Config) -> str:
-    """The weights and their names, without the record of how they were made."""
+    """Return the hash of the weights and their names, without the record of how they were made."""
     path = config.judged.drafter_dir / config.drafter_file
     if not path.is_file():
         return ABSENT
@@ -285,11 +306,11 @@ def _version(package: str) -> str:
 
 Place = tuple[
     str, str
-]  # module of eyas, "training.trainer", and name in it: "" for the statements that define nothing, "*" for all of it
+]  # module of eyas ("training.trainer") and name in it; "": what defines nothing; "*": all of it
 
 
 def code_cells(path: Path) -> list[str]:
-    """Sources of the code cells but the one of parameters, magic commands left out."""
+    """Return the sources of the code cells without the parameters cell and magic commands."""
     cells = [
         c
         for c in read_json(path)["cells"]
@@ -306,10 +327,12 @@ def code_cells(path: Path) -> list[str]:
 
 
 def reached(cells: list[str], elsewhere: list[str] = ()) -> dict[str, str]:
-    """{eyas.PACKAGE.MODULE.NAME: hash} of every function, class and constant of eyas that the cells can come to by names; comments and docstrings do not count.
+    """Return {eyas.PACKAGE.MODULE.NAME: hash} of the code that the cells can reach by names.
 
-    Too many rather than too few: a class is taken whole, a name counts wherever it stands, a module that is handed around as a value counts whole.
-    What is only named in a string is not followed: `elsewhere`, further eyas.PACKAGE.MODULE.NAME to begin at.
+    Functions, classes and constants count; comments and docstrings do not. Rather too many than too
+    few: a class counts whole, a name counts anywhere in the code, and a module that is passed on as
+    a value counts whole. A name in a string is not followed, so `elsewhere` gives further
+    eyas.PACKAGE.MODULE.NAME to start from.
     """
     tree = ast.parse("\n".join(cells))
     modules, found, waiting = (
@@ -341,26 +364,23 @@ def _module(name: str, text: str) -> "_Module":
 
 
 class _Module:
-    """`parts`: what it defines at its top, by name, "" for the rest; `known`: what a name in it stands for."""
+    """Hold what a module defines and what the names in it stand for.
+
+    `parts`: the statements at its top, by the name that they define, "" for the rest.
+    `known`: name -> its place.
+    """
 
     def __init__(self, name: str, text: str):
         try:
             tree = ast.parse(text)
-        except SyntaxError:  # being edited: the notebook will say so
+        except SyntaxError:  # somebody edits the file; the notebook will fail and show it
             tree = ast.parse(f"_ = {text!r}")
         self.imports, parts = _imports(tree), {"": []}
         for node in _without_words(tree).body:
             for part in _defines(node):
                 parts.setdefault(part, []).append(node)
-        if (
-            name == "config"
-        ):  # settings are among the parameters; what they mean and may be decides nothing
-            settings = next(node for node in parts["Config"] if isinstance(node, ast.ClassDef))
-            settings.body = [
-                n
-                for n in settings.body
-                if not isinstance(n, ast.AnnAssign) and getattr(n, "name", "") != "__post_init__"
-            ]
+        if name == "config":
+            _drop_settings(parts)
         self.parts = {part: ast.Module(nodes, []) for part, nodes in parts.items()}
         self.known = self.imports | {part: (name, part) for part in parts}
 
@@ -368,8 +388,24 @@ class _Module:
         return xxhash.xxh3_128_hexdigest(ast.dump(self.parts[part]).encode())
 
 
+def _drop_settings(parts: dict[str, list[ast.stmt]]) -> None:
+    """Drop the fields of the classes in `eyas.config`, each a setting, and REMOVED.
+
+    The values of settings are compared as parameters. Their meaning and bounds decide no result.
+    """
+    for nodes in parts.values():
+        for node in nodes:
+            if isinstance(node, ast.ClassDef):
+                fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
+                node.body = [n for n in node.body if n not in fields] or [ast.Pass()]
+    parts.pop("REMOVED", None)
+
+
 def _defines(node: ast.stmt) -> list[str]:
-    """Names that a statement at the top of a module defines; [""] for one that defines nothing, [] for imports and for what only a program runs."""
+    """Return the names that a statement at the top of a module defines.
+
+    [""] for a statement that defines nothing, [] for imports and for `if __name__ == ...`.
+    """
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return [node.name]
     if isinstance(node, (ast.Import, ast.ImportFrom)) or (
@@ -385,7 +421,7 @@ def _defines(node: ast.stmt) -> list[str]:
 
 
 def _imports(tree: ast.Module) -> dict[str, Place]:
-    """What is imported of eyas, anywhere in it: the name there -> its place."""
+    """Return name -> place of everything that the code imports from eyas, anywhere in it."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("eyas."):
@@ -403,18 +439,21 @@ def _source(module: str) -> Path:
 
 
 def _place(module: str, name: str) -> Place:
-    """Where `from eyas.MODULE import NAME` leads: to a module of a package, or to a name of a module."""
+    """Return the place that `from eyas.MODULE import NAME` names: a module, or a name in one."""
     return (f"{module}.{name}", "*") if _source(f"{module}.{name}").is_file() else (module, name)
 
 
 def _named(dotted: str) -> Place:
-    """eyas.PACKAGE.MODULE.NAME -> its place."""
+    """Return the place of eyas.PACKAGE.MODULE.NAME."""
     module, _, name = dotted.removeprefix("eyas.").rpartition(".")
     return module, name
 
 
 def _references(tree: ast.AST, known: dict[str, Place]) -> set[Place]:
-    """Places that its names stand for; a function's own variables and arguments stand for nothing else."""
+    """Return the places that the names in the code stand for.
+
+    The variables and arguments of a function stand for nothing outside of it.
+    """
     if isinstance(tree, _FUNCTIONS):
         own = _own_names(tree)
         known = {name: place for name, place in known.items() if name not in own}

@@ -1,9 +1,16 @@
-"""Run the notebooks with a profile's settings and write self-contained pages: `python -m eyas report --profile demo`.
+"""Run the notebooks with a profile's settings and write self-contained pages.
 
-What is up to date (`eyas.report.reuse`) is not run again: its page is made anew from the notebook that its last run left. The others run one after the other, each
-in a process of its own (`eyas.report.notebook`), up to the first that fails. `reports/<run>/run.json` is written from the start and again whenever something changes;
-a page stays until the new one is there. Stopped (Ctrl-C, a termination signal, a closed terminal) or killed: the same command goes on from there.
-All of them again: `--all`; from one notebook on: `--from 04`.
+    python -m eyas report --profile demo             # what is not up to date
+    python -m eyas report --profile demo --all       # all of it again
+    python -m eyas report --profile demo --from 04   # from one notebook on
+
+- A notebook that is up to date (`eyas.report.reuse`) does not run. Its page is written again from
+  the executed notebook of its last run.
+- The others run one after the other, each in a process of its own (`eyas.report.notebook`), up to
+  the first one that fails.
+- `reports/<run>/run.json` exists from the start and is written again whenever something changes.
+  An old page stays until the new one exists.
+- After Ctrl-C, a termination signal, a closed terminal or a kill, the same command resumes the run.
 """
 
 import contextlib
@@ -37,16 +44,17 @@ from eyas.report.notebook import (
     CELL_TIMEOUT_S,
     EXIT_RUNNER,
     advice,
-    declared_parameters,
     execute,
     place,
 )
+from eyas.report.parameters import injected_parameters, plain, resolved_settings, settings_read
 from eyas.report.reuse import Work, in_words
 
 NOTEBOOKS = ROOT / "notebooks"
 REPORTS = ROOT / "reports"
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-TERMINAL_S, LOG_S = 2.0, 60.0  # between two lines that say where it is
+TERMINAL_S = 2.0  # seconds between two progress lines in a terminal
+LOG_S = 60.0  # and in a log
 
 
 def run_report(
@@ -59,13 +67,17 @@ def run_report(
     cell_timeout_s: float = CELL_TIMEOUT_S,
     again: bool = False,
 ) -> Path:
-    """Bring up to date the notebooks whose names start with one of `notebooks` (those that the profile's `notebooks` names by default), in order, up to the first that fails.
+    """Bring notebooks up to date, in order, up to the first that fails; return reports/<run_name>.
 
-    `again` runs them all, up to date or not. Gives reports/<run_name>; its run.json holds `state` and `return_code` (0: every notebook is up to date now), the
-    index beside it is rewritten. EyasError before anything starts: no such profile or notebook, a setting that Config does not know or that no notebook
-    declares, a missing kernelspec, the same run already going on. A notebook that fails is no exception: it is in run.json, on its page and on the index.
+    `notebooks` holds the beginnings of their names; by default the profile's `notebooks` names
+    them. `again` runs all of them, up to date or not. The run.json in the returned folder holds
+    `state` and `return_code` (0: every notebook is up to date now). The index beside it is written
+    again. A notebook that fails raises nothing: run.json, its page and the index say so.
+
+    EyasError, before anything starts: no such profile or notebook, an unknown setting or one that
+    no notebook reads, a missing kernelspec, or the same run is already running.
     """
-    overrides = dict(overrides or {})
+    overrides = flatten(overrides or {})
     config = Config.load(profile, **overrides)
     available = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
     asked = tuple(config.notebooks.split())
@@ -77,16 +89,15 @@ def run_report(
             f"no notebook {', '.join(notebooks or asked)} in {folder.name}/",
             "one of " + ", ".join(p.stem for p in available),
         )
-    declared = {p.stem: declared_parameters(p) for p in available}
-    given = {**read_profile(profile), **flatten(overrides)}
-    unknown = sorted(
-        set(given) - set().union(*declared.values()) - {"notebooks"}
-    )  # which is for this function
-    if unknown:
+    reads = {p.stem: settings_read(p) for p in available}
+    profile_values = read_profile(profile)
+    given = {**profile_values, **overrides}
+    unread = sorted(set(given) - set().union(*reads.values()) - {"notebooks"})  # read above
+    if unread:
         raise EyasError(
-            f"no notebook declares the setting {', '.join(unknown)}",
-            "a name in some notebook's parameters cell",
-            "python -m eyas profile --explain",
+            f"no notebook reads the setting {', '.join(unread)}",
+            "a setting that some notebook reads",
+            "python -m eyas settings",
         )
     for path in chosen:
         _check_kernelspec(path)
@@ -121,7 +132,7 @@ def run_report(
                 p,
                 p in chosen,
                 earlier,
-                {n: settings[n] for n in given if n in declared[p.stem]},
+                {n: settings[n] for n in given if n in reads[p.stem]},
                 out,
             )
             for p in available
@@ -132,8 +143,9 @@ def run_report(
     works = [
         Work(
             p,
-            {n: plain(v) for n, v in declared[p.stem].items()} | records[p.stem]["parameters"],
+            resolved_settings(p, profile_values, overrides),
             work,
+            injected_parameters(p, profile, records[p.stem]["parameters"], set(overrides)),
         )
         for p in chosen
     ]
@@ -147,9 +159,7 @@ def run_report(
         try:
             save()
             _update_index(reports)
-            _take_server_down(
-                config
-            )  # one that a run left which was killed, and the machine with it
+            _take_server_down(config)  # a killed run may have left one
             course = Course(works, again, earlier)
             with _nothing_outlives():
                 for one in works:
@@ -211,7 +221,10 @@ def versions() -> dict[str, str]:
 
 
 def headline(config: Config) -> dict | None:
-    """The numbers that the index opens with, copied from the run's acceptance folder; None when this run has not measured acceptance."""
+    """Return the numbers that the index opens with, from the run's acceptance folder.
+
+    None when this run has not measured acceptance.
+    """
     from eyas.evaluation.served_throughput import read_throughput
     from eyas.evaluation.warnings import warnings_of
 
@@ -275,7 +288,10 @@ def headline(config: Config) -> dict | None:
 
 
 def _throughput_block(record: dict) -> dict:
-    """throughput.json as the headline has it: the ratio at the fewest requests at a time, and all of them under "at"."""
+    """Return throughput.json as the headline holds it.
+
+    The ratio is that at the fewest requests at a time; all ratios are in "at".
+    """
     at = [
         {name: row["ratio"][name] for name in ("value", "low", "high")}
         | {"parallel": row["parallel"]}
@@ -290,7 +306,7 @@ def _throughput_block(record: dict) -> dict:
 
 
 def layer_choice(config: Config) -> str | None:
-    """What the run's study of layers says in words; None when it has none."""
+    """Return what the run's study of layers says in words; None without a study."""
     path = config.sweep_dir / "study.json"
     return read_json(path)["sentence"] if path.is_file() else None
 
@@ -302,8 +318,9 @@ def _data_sentence(config: Config) -> str:
     done = index[index["state"] == "extracted"]
     train, heldout = done[done["split"] == "train"], done[done["split"] == "heldout"]
     return (
-        f"{len(train):,} training conversations ({train['length'].sum():,} tokens, {train['loss_tok'].sum():,} supervised) in "
-        f"{train['category'].nunique()} categories, {len(heldout):,} of held-out topics"
+        f"{len(train):,} training conversations ({train['length'].sum():,} tokens, "
+        f"{train['loss_tok'].sum():,} supervised) in {train['category'].nunique()} categories, "
+        f"{len(heldout):,} of held-out topics"
     )
 
 
@@ -316,9 +333,10 @@ def _parity_sentence(config: Config) -> str:
 
 
 def write_index(reports: Path = REPORTS) -> Path:
-    """reports/index.html and each run's summary.md and summary.html from every run.json under `reports`; links between the pages of a run that has ended.
+    """Write reports/index.html, and summary.md and summary.html of each run under `reports`.
 
-    A run whose process is gone without a word is shown as killed, one whose run.json cannot be read as that.
+    The pages of a run that has ended get links to each other. A run is shown as killed where its
+    process is gone without a word, and as unreadable where its run.json cannot be read.
     """
     runs = {path.parent: _seen(path.parent) for path in sorted(reports.glob("*/run.json"))}
     for folder, run in runs.items():
@@ -330,7 +348,7 @@ def write_index(reports: Path = REPORTS) -> Path:
 
 
 def read_report(run_name: str, reports: Path = REPORTS) -> dict:
-    """A run.json as the index shows it. EyasError: there is no report of that name."""
+    """Return a run.json as the index shows it. EyasError: there is no report of that name."""
     if not (reports / run_name / "run.json").is_file():
         there = sorted(path.parent.name for path in reports.glob("*/run.json"))
         raise EyasError(
@@ -357,7 +375,7 @@ def _seen(folder: Path) -> dict:
 
 
 def _link_pages(out: Path, run: dict) -> None:
-    """The previous and the next notebook at the head of each page that is there."""
+    """Write links to the previous and the next notebook at the head of each page."""
     names = [n["name"] for n in run.get("notebooks") or [] if (out / f"{n['name']}.html").is_file()]
     for before, name, after in zip([None, *names], names, [*names[1:], None]):
         path = out / f"{name}.html"
@@ -379,7 +397,11 @@ def _bring_up_to_date(
     course: "Course",
     save,
 ) -> None:
-    """One notebook, if it has to run in its own process; the record, the page and run.json say how it went or went before."""
+    """Run a notebook that is not up to date; write its page, and how it went into its record.
+
+    `record` is the notebook's part of run.json, which `save()` writes. A notebook that is up to
+    date gets the record and a page of its last run.
+    """
     name = work.path.stem
     reasons = ["it was asked for"] if again else work.reasons()
     if not reasons:
@@ -398,7 +420,7 @@ def _bring_up_to_date(
         record["return_code"], problem = execute(
             work.path,
             work.output,
-            record["parameters"],
+            work.injected,
             cell_timeout_s,
             lambda child: _wait(child, name, work.output, course),
             {"EYAS_SERVER_OWNER": _owner()},
@@ -424,17 +446,19 @@ def _bring_up_to_date(
 
 
 class Course:
-    """What is still to come of a run and how long that took before: cell by cell where a run has been, else the minutes that a notebook declares for itself."""
+    """Estimate how long the rest of a run takes.
+
+    From the cells of the run before where there was one, else from the minutes that the notebook's
+    metadata name.
+    """
 
     def __init__(self, works: list[Work], again: bool, earlier: dict | None):
         before = {record["name"]: record for record in earlier["notebooks"]} if earlier else {}
-        self.seconds: dict[
-            str, list[float]
-        ] = {}  # of the notebooks that will run, by cell (a single one: of all)
-        self.done_s = self.meant_s = (
-            0.0  # of this run's finished cells, and of the same ones before
-        )
-        changed = set()  # what notebooks write that run before
+        # Expected seconds of each notebook that will run, by cell; a single number is for all cells
+        self.seconds: dict[str, list[float]] = {}
+        self.done_s = 0.0  # of the finished cells of this run
+        self.meant_s = 0.0  # of the same cells, as expected
+        changed = set()  # what earlier notebooks of this run will write
         for work in works:
             if again or changed & set(work.reads) or work.reasons():
                 changed |= set(work.writes)
@@ -451,8 +475,11 @@ class Course:
     def left_s(
         self, name: str, seconds: list[float | None], cell_s: float, since_s: float
     ) -> float | None:
-        """Seconds until the run ends. `seconds`: of the cells of notebook `name` that have ended, None for the others; the one that runs has run
-        `cell_s`, the notebook `since_s`. None where nothing is known of this notebook."""
+        """Return the seconds until the run ends; None where nothing is known of this notebook.
+
+        `seconds` holds the duration of each cell of notebook `name`, None where it has not ended.
+        The current cell has run for `cell_s`, the notebook for `since_s`.
+        """
         meant = self.seconds.get(name)
         if not meant:
             return None
@@ -460,16 +487,14 @@ class Course:
         ran = seconds[: max((i + 1 for i, s in enumerate(seconds) if s is not None), default=0)]
         if len(meant) != len(seconds):  # all of it as one cell
             meant, ran, cell_s = [sum(meant)], [], since_s
-        done_s, meant_s = (
-            self.done_s + sum(s or 0.0 for s in ran),
-            self.meant_s + sum(meant[: len(ran)]),
-        )
-        pace = (
-            done_s / meant_s if min(done_s, meant_s) > 10 else 1.0
-        )  # of this run, against what was meant
-        return max(0.0, pace * sum(meant[len(ran) : len(ran) + 1]) - cell_s) + pace * (
-            sum(meant[len(ran) + 1 :]) + later
-        )
+        done_s = self.done_s + sum(s or 0.0 for s in ran)
+        meant_s = self.meant_s + sum(meant[: len(ran)])
+        pace = 1.0  # seconds of this run per expected second
+        if min(done_s, meant_s) > 10:
+            pace = done_s / meant_s
+        current_s = sum(meant[len(ran) : len(ran) + 1])
+        following_s = sum(meant[len(ran) + 1 :]) + later
+        return max(0.0, pace * current_s - cell_s) + pace * following_s
 
     def ended(self, name: str, seconds: list[float | None]) -> None:
         if meant := self.seconds.pop(name, []):
@@ -480,7 +505,10 @@ class Course:
 
 
 def _wait(child: subprocess.Popen, name: str, output: Path, course: Course) -> None:
-    """Until the child ends, saying now and then where it is: one line that changes in a terminal, a line a minute in a log."""
+    """Wait for the child and print its progress.
+
+    In a terminal it is one line that changes, in a log a line a minute.
+    """
     terminal = sys.stdout.isatty()
     started_s = shown_s = cell_started_s = time.monotonic()
     cell, width = None, 0
@@ -496,7 +524,10 @@ def _wait(child: subprocess.Popen, name: str, output: Path, course: Course) -> N
                 cell, cell_started_s = at["cell"], now_s
             left_s = course.left_s(name, at["seconds"], now_s - cell_started_s, now_s - started_s)
             left = f", about {duration_text(left_s)} left of all" if left_s is not None else ""
-            text = f"{name}: cell {at['cell'] or '?'} of {at['cells'] or '?'}, {duration_text(now_s - started_s)}{left}  {at['said']}"
+            text = (
+                f"{name}: cell {at['cell'] or '?'} of {at['cells'] or '?'}, "
+                f"{duration_text(now_s - started_s)}{left}  {at['said']}"
+            )
             text = text[: shutil.get_terminal_size().columns - 1 if terminal else 150]
             say(f"\r{text.ljust(width)}" if terminal else text, end="" if terminal else "\n")
             width = len(text)
@@ -528,14 +559,21 @@ def _write_page(path: Path, output: Path, record: dict, out: Path) -> None:
         r"^# (.+)$", "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown"), re.M
     )
     record["title"] = title.group(1) if title else path.stem
-    facts = f"{path.stem}, {record['state']}, {record['started'][:16].replace('T', ' ')} UTC, {duration_text(record['duration_s'])}"
+    facts = (
+        f"{path.stem}, {record['state']}, {record['started'][:16].replace('T', ' ')} UTC, "
+        f"{duration_text(record['duration_s'])}"
+    )
     html = pages.notebook_page(notebook, record["title"], facts, pages.failure_banner(record))
     write_text(out / f"{path.stem}.html", html)
     record["page"] = f"{path.stem}.html"
 
 
 def _in_new_words(executed, notebook):
-    """A notebook that is up to date has the code that was executed: what that put out, between the words, captions and comments that it has now."""
+    """Return the notebook as it is now with the outputs of `executed`.
+
+    The code of an up-to-date notebook is that which was executed. Its prose, captions and comments
+    may be newer.
+    """
     injected = [c for c in executed.cells if "injected-parameters" in c.metadata.get("tags", [])]
     ran = [c for c in executed.cells if c.cell_type == "code" and c not in injected]
     code = [c for c in notebook.cells if c.cell_type == "code"]
@@ -549,7 +587,11 @@ def _in_new_words(executed, notebook):
 def _first_record(
     path: Path, chosen: bool, earlier: dict | None, parameters: dict, out: Path
 ) -> dict:
-    """A waiting notebook; one that this run leaves out keeps the record of the run before, which says when that was. Its page of before stays until there is a new one."""
+    """Return the record of a notebook that waits, or that this run leaves out.
+
+    A notebook that is left out keeps its record of the run before, marked as earlier. An old page
+    stays until the new one exists.
+    """
     if not chosen:
         before = (
             next((r for r in earlier["notebooks"] if r["name"] == path.stem), None)
@@ -584,7 +626,10 @@ def _going_on(config: Config, pid: int | str) -> EyasError:
 
 @contextlib.contextmanager
 def _only_one(config: Config, work: Path) -> Iterator[None]:
-    """One report of a run at a time, wherever its pages go: two would write the same executed notebooks. The lock is gone with its process."""
+    """Hold the lock of a run: two reports of it would write the same executed notebooks.
+
+    The lock ends with its process.
+    """
     work.mkdir(parents=True, exist_ok=True)
     with open(work / ".lock", "a+") as lock:
         try:
@@ -599,7 +644,7 @@ def _only_one(config: Config, work: Path) -> Iterator[None]:
 
 
 def _update_index(reports: Path) -> None:
-    """One run after the other: of two that end together the later one sees both."""
+    """Write the index under a lock: of two runs that end together, the later one sees both."""
     reports.mkdir(parents=True, exist_ok=True)
     folder = os.open(reports, os.O_RDONLY)
     try:
@@ -614,7 +659,10 @@ def _owner() -> str:
 
 
 def _take_server_down(config: Config) -> None:
-    """The server that a notebook of a report left up, whatever way that ended. One that was started by hand stays, and so does a server_url."""
+    """Stop the server that a notebook of a report left up.
+
+    A server that was started by hand stays up, and so does that of `server_url`.
+    """
     from eyas.server.serve import find_server
 
     server = find_server(config)
@@ -626,12 +674,14 @@ def _take_server_down(config: Config) -> None:
 
 @contextlib.contextmanager
 def _nothing_outlives() -> Iterator[None]:
-    """What the notebooks started ends with the run, kernels and servers and jobs: at once where it ends, and within seconds where it is killed (`eyas.processes`)."""
+    """End everything that the notebooks started with the run: kernels, servers and jobs.
+
+    At the end of the block at once; within seconds when this process is killed (`eyas.processes`).
+    """
     before = set(psutil.Process().children(recursive=True))
     adopt = ctypes.CDLL(None).prctl
-    adopt(
-        36, 1
-    )  # PR_SET_CHILD_SUBREAPER: what a kernel leaves behind becomes a child of this process
+    # PR_SET_CHILD_SUBREAPER: a process that a kernel leaves behind becomes a child of this process
+    adopt(36, 1)
     watcher = processes.watch()
     try:
         yield
@@ -653,13 +703,17 @@ def _nothing_outlives() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_signals_as_interrupt() -> Iterator[None]:
-    """A termination signal and a closed terminal end the run as Ctrl-C does: notebook and server stopped, run.json written. The first one counts: the end is short, and has to come."""
+    """Let a termination signal and a closed terminal end the run as Ctrl-C does.
+
+    Notebook and server are stopped and run.json is written. After the first signal the others are
+    ignored, since the end is short and has to come.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {
-        sign: handler for sign in STOPS if (handler := signal.getsignal(sign)) != signal.SIG_IGN
-    }  # ignored under nohup, say
+    handlers = {sign: signal.getsignal(sign) for sign in STOPS}
+    # nohup, for one, has a signal ignored: it stays so
+    before = {sign: h for sign, h in handlers.items() if h != signal.SIG_IGN}
 
     def interrupt(*_):
         for sign in before:
@@ -705,13 +759,16 @@ def _check_kernelspec(path: Path) -> None:
 
 
 def this_process(pid: int | None = None) -> dict:
-    """This process, or that one, so that `is_alive` knows it again."""
+    """Return what `is_alive` needs to recognise this process, or that of the pid."""
     process = psutil.Process(pid)
     return {"pid": process.pid, "created": process.create_time()}
 
 
 def is_alive(run: dict) -> bool:
-    """Whether the process that wrote this run.json is still at it (a pid alone may be another process by now)."""
+    """Return whether the process that wrote this run.json still runs.
+
+    The pid alone may belong to another process by now.
+    """
     process = run.get("process")
     try:
         found = psutil.Process(process["pid"]) if process else None
@@ -737,10 +794,6 @@ def _machine() -> dict:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
     }
-
-
-def plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value  # papermill makes a string of a tuple
 
 
 def now() -> str:

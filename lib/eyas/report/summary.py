@@ -1,6 +1,8 @@
-"""What a run's run.json says, in words and numbers: for the index, for two runs side by side, and for people: `python -m eyas summary RUN`.
+"""Say in words and numbers what a run's run.json holds.
 
-A run.json of an older version lacks fields, and one of a run that is going on or has failed has no headline. What is missing is left out.
+The index uses it, the comparison of two runs, and `python -m eyas report summary RUN`. A run.json of an
+older version lacks fields, and that of a run that still runs or failed has no headline. What is
+missing is left out.
 """
 
 import re
@@ -19,7 +21,7 @@ def failed_notebook(run: dict) -> dict | None:
 
 
 def sentence(run: dict) -> str:
-    """The run in one sentence: its answer, or how it ended and where."""
+    """Return the run in one sentence: its answer, or how it ended and where."""
     failed, headline = failed_notebook(run), run.get("headline")
     if failed:
         problem = failed.get("exception") or {}
@@ -49,13 +51,13 @@ def sentence(run: dict) -> str:
 
 
 def more(run: dict) -> str:
-    """What the study of layers says beyond `sentence`; ''."""
+    """Return what the study of layers says beyond `sentence`; "" without one."""
     choice = run.get("layer_choice") or "" if run["state"] == "ok" else ""
     return choice.removeprefix(sentence(run)).strip()
 
 
 def what_to_do(run: dict) -> str:
-    """The next step after a bad end, with its commands in `code`; '' where nothing is wrong."""
+    """Return the next step after a bad end, commands in `code`; "" where nothing is wrong."""
     failed = failed_notebook(run)
     if failed:
         return (failed.get("exception") or {}).get("what_to_do", "")
@@ -71,7 +73,7 @@ def what_to_do(run: dict) -> str:
 
 
 def numbers(run: dict) -> list[tuple[Measure, dict]]:
-    """The headline's numbers that were measured, in the order of MEASURES."""
+    """Return the headline's numbers that were measured, in the order of MEASURES."""
     headline = run.get("headline") or {}
     return [
         (m, headline[m.key])
@@ -81,12 +83,15 @@ def numbers(run: dict) -> list[tuple[Measure, dict]]:
 
 
 def warning(run: dict) -> str:
-    """What acceptance says of looping text where that explains part of the figure; ''. Older runs did not record it."""
+    """Return the warning that looping text explains part of the acceptance; "" without one.
+
+    Older runs did not record it.
+    """
     return (run.get("headline") or {}).get("repeats_warning") or ""
 
 
 def same_text(headline: dict) -> list[tuple[str, str]]:
-    """How much of the output is the greedy one, by dtype: (dtype, "40 of 40 prompts")."""
+    """Return (dtype, "40 of 40 prompts"): how much of the output equals greedy output."""
     rows = (
         [("float32", f"{headline['identical_prompts']} of {headline['decoded_prompts']} prompts")]
         if headline.get("identical_float32") is not None
@@ -114,7 +119,7 @@ def target(run: dict) -> str:
 
 
 def boundaries(run: dict) -> str:
-    """Return the boundaries that feed the run's drafter; before it is judged, what its settings say."""
+    """Return the boundaries that feed the drafter; before it is judged, those of the settings."""
     settings = run.get("settings", {})
     if settings.get("boundaries") == []:
         settings = {"boundaries": ["2", "N//2", "N-3"]}  # the target's own; N is not in the record
@@ -123,15 +128,12 @@ def boundaries(run: dict) -> str:
 
 
 def code_state(run: dict) -> str:
-    """14eb601d7a8b, clean."""
+    """Return commit and state of the code, such as "14eb601d7a8b, clean"."""
     git = run.get("git") or {}
-    return (
-        f"{git['commit'][:12]}, {'with uncommitted changes' if git.get('dirty') else 'clean'}"
-        if git.get("commit")
-        else "not a git checkout"
-        if git
-        else ""
-    )
+    if git.get("commit"):
+        state = "with uncommitted changes" if git.get("dirty") else "clean"
+        return f"{git['commit'][:12]}, {state}"
+    return "not a git checkout" if git else ""
 
 
 def machine(run: dict) -> str:
@@ -145,7 +147,7 @@ def machine(run: dict) -> str:
 
 
 def decoding(run: dict) -> str:
-    """What was decoded and how, in words; '' where no acceptance was measured."""
+    """Return in words what was decoded and how; "" where no acceptance was measured."""
     s = run.get("settings") or {}
     names = (
         "eval_set",
@@ -169,29 +171,30 @@ def decoding(run: dict) -> str:
 
 
 def served(headline: dict) -> str:
-    """What the server's acceptance says beside ours, or why there is none; '' where it was not measured."""
+    """Return what the server's acceptance says beside ours, or why nothing was served.
+
+    "" where it was not measured.
+    """
     if headline.get("not_served"):
         return f"not served: {headline['not_served']}"
     found = headline.get("served") or {}
-    return (
-        f"in {found['dtype']}, beside our decoding on the same prompts: {found['verdict']}"
-        if found.get("verdict")
-        else ""
-    )
+    if not found.get("verdict"):
+        return ""
+    return f"in {found['dtype']}, beside our decoding on the same prompts: {found['verdict']}"
 
 
 def facts(run: dict) -> list[tuple[str, str]]:
-    """What else is known of the run, (name, text), the unknown left out."""
+    """Return (name, text) of what else is known of the run."""
     headline, versions = run.get("headline") or {}, run.get("versions") or {}
+    outside = ""
+    if headline.get("outside_vocab") is not None:
+        share = headline["outside_vocab"]
+        outside = f"; {share:.1%} of the tokens are outside the draft vocabulary"
     text = ""
     if headline.get("repeated_bigrams") is not None:
         text = (
-            f"{headline['repeated_bigrams']:.1%} of the decoded bigrams repeat an earlier one (a looping text is easy to draft)"
-            + (
-                f"; {headline['outside_vocab']:.1%} of the tokens are outside the draft vocabulary"
-                if headline.get("outside_vocab") is not None
-                else ""
-            )
+            f"{headline['repeated_bigrams']:.1%} of the decoded bigrams repeat an earlier one "
+            f"(a looping text is easy to draft){outside}"
         )
     again, ratio, bfloat16 = headline.get("bfloat16"), headline.get("speed_ratio_bfloat16"), ""
     if again and again.get("prompts"):
@@ -234,7 +237,7 @@ def facts(run: dict) -> list[tuple[str, str]]:
 
 
 def table(run: dict) -> list[tuple[str, str, str, str]]:
-    """The main numbers: (name, value, 95 % interval, of how many prompts)."""
+    """Return the main numbers: (name, value, 95 % interval, number of prompts)."""
     rows = [
         (
             f"{m.label}: {m.note}",
@@ -251,44 +254,42 @@ def table(run: dict) -> list[tuple[str, str, str, str]]:
 
 
 def lead(run: dict) -> str:
-    """The acceptance length with its interval, in words; '' without one."""
+    """Return the acceptance length with its interval, in words; "" without one."""
     block = next((b for m, b in numbers(run) if m.key == "acceptance_length"), None)
+    if not block:
+        return ""
     return (
-        f"Acceptance length {block['value']:.2f} tokens per verify step, bonus token included{comma_interval(block)}, {block.get('prompts', '?')} prompts."
-        if block
-        else ""
+        f"Acceptance length {block['value']:.2f} tokens per verify step, bonus token included"
+        f"{comma_interval(block)}, {block.get('prompts', '?')} prompts."
     )
 
 
 def served_lead(run: dict) -> str:
-    """The answer of the server itself, where its speed or its acceptance was measured, or why it served nothing; ''."""
+    """Return what SGLang itself measured, speed and acceptance, or why it served nothing; ""."""
     if (run.get("headline") or {}).get("not_served"):
         return f"Not served: {run['headline']['not_served']}."
     found = {m.key: b for m, b in numbers(run)}
     length, ratio = found.get("served"), found.get("served_speed_ratio")
-    said = (
-        [
-            f"acceptance length {length['value']:.2f}{comma_interval(length)}, {length.get('prompts', '?')} prompts"
-        ]
-        if length
-        else []
-    )
-    said += (
-        [
-            f"{answer(ratio)[0].lower()}{answer(ratio)[1:]}: {ratio['value']:.2f} times the same server without a drafter{comma_interval(ratio)}, {ratio.get('prompts', '?')} prompts"
-        ]
-        if ratio
-        else []
-    )
-    return (
-        f"Served by SGLang{' in ' + length['dtype'] if length and 'dtype' in length else ''}: {'; '.join(said)}."
-        if said
-        else ""
-    )
+    said = []
+    if length:
+        said.append(
+            f"acceptance length {length['value']:.2f}{comma_interval(length)}, "
+            f"{length.get('prompts', '?')} prompts"
+        )
+    if ratio:
+        text = answer(ratio)
+        said.append(
+            f"{text[0].lower()}{text[1:]}: {ratio['value']:.2f} times the same server without a "
+            f"drafter{comma_interval(ratio)}, {ratio.get('prompts', '?')} prompts"
+        )
+    if not said:
+        return ""
+    dtype = f" in {length['dtype']}" if length and "dtype" in length else ""
+    return f"Served by SGLang{dtype}: {'; '.join(said)}."
 
 
 def notebook_states(run: dict) -> str:
-    """01_server_setup ok, 02_extraction ok (earlier run), ..."""
+    """Return the states of the notebooks: "01_server_setup ok, 02_extraction ok (earlier run)"."""
     return ", ".join(
         f"{n['name']} {n['state']}{' (earlier run)' if n.get('earlier') else ''}"
         for n in run.get("notebooks") or []
@@ -296,7 +297,10 @@ def notebook_states(run: dict) -> str:
 
 
 def markdown(run: dict) -> str:
-    """The run on one screen, fit for an issue or a chat: answer, numbers with intervals, what went wrong, the command, versions, commit."""
+    """Return the run on one screen, as Markdown for an issue or a chat.
+
+    It holds the answer, numbers with intervals, what went wrong, the command, versions and commit.
+    """
 
     def cell(text: str) -> str:
         return text.replace("|", "\\|").replace("\n", " ")

@@ -444,7 +444,7 @@ def serving_up(config: Config, draft: Path | None, folder: Path, *, tied: bool =
         raise EyasError(
             f"no config.json in {Path(draft).name!r}",
             "an exported drafter",
-            "python -m eyas export --profile demo",
+            "python -m eyas drafter export --profile demo",
         )
     if draft is not None and config.speculative_use_rejection_sampling:
         _check_rejection_sampling(config, read_json(Path(draft) / "config.json"))

@@ -1,11 +1,15 @@
-"""What the trainer reads samples from: the run's own store, or several, each with a weight. `-p mix more:1.0,code:0.5`
+"""Give the trainer its samples: from the run's own store, or from several, each with a weight.
 
-The key of a sample is its id in the run's own store, NAME/id in that of another run. A store of weight w has each of its samples floor(w) times in a
-pass, and a share w - floor(w) of them once more; the share moves on from pass to pass, so that after a few of them every sample was seen as often as any other.
+    python -m eyas train -p mix more:1.0,code:0.5
 
-What is held out is never trained on, whichever store it is held out in. A training sample is dropped, and counted by the first reason that holds, when
-its topic is a held-out one, its id is a held-out one, or its prompt (the ids before its first supervised token) is that of a held-out sample. In a store
-made by extract the split is by topic already. Acceptance is measured on the held-out samples of the run's own store alone.
+- The key of a sample is its id in the run's own store, and NAME/id in the store of another run.
+- A store of weight w gives each of its samples floor(w) times an epoch, and a fraction w - floor(w)
+  of them once more. The fraction moves on from epoch to epoch, so that after a few of them every
+  sample was seen as often as any other.
+- What is held out in any store is never trained on. A training sample is dropped, and counted by
+  the first reason that holds, if its topic is held out, its id is held out, or its prompt (the ids
+  before its first supervised token) is that of a held-out sample. `extract` splits by topic.
+- Acceptance is measured on the held-out samples of the run's own store alone.
 """
 
 import dataclasses
@@ -27,7 +31,10 @@ ASK = "python -m eyas data, for the runs that there are; then -p mix NAME:WEIGHT
 
 
 class Limited(NamedTuple):
-    """How many samples of a split the settings ask for, how many the run's own store was made with, and whether some are left out."""
+    """Hold how a split of the run's own store is limited.
+
+    asked: samples that the settings ask for. stored: samples of the store. cut: some are left out.
+    """
 
     asked: int
     stored: int
@@ -35,75 +42,67 @@ class Limited(NamedTuple):
 
 
 class Mixture:
-    """Open for reading. `stores`: run name -> Store, the run's own first. `boundaries`: those that all have. `dropped`: reason -> training samples."""
+    """Read samples from several stores.
+
+    stores: {run name: store}, the run's own first. boundaries: those that all stores have.
+    dropped: {reason: number of training samples dropped for it}.
+    """
 
     def __init__(
         self, stores: list[tuple[str, Store, float]], limits: dict[str, int] | None = None
     ):
-        """(run name, store, weight) each; `limits`: most samples of a split ("train", "heldout") of the run's own store, as extraction would choose them. EyasError: a weight that is not above 0, a run named twice, states of another target or on another side of the final norm."""
-        own, first, _ = stores[0]
-        self.stores, self.manifest = {name: store for name, store, _ in stores}, first.manifest
+        """Join stores, each given as (run name, store, weight).
+
+        limits: most samples of a split ("train", "heldout") of the run's own store, chosen as
+        extraction would choose them.
+        Raise EyasError if a weight is not above 0, if a run is named twice, or if a store holds
+        states of another target or on the other side of the final norm.
+        """
+        own = stores[0][0]
+        first = stores[0][1]
+        self.manifest = first.manifest
+        self.stores = {name: store for name, store, _ in stores}
         self._by_prefix = {"" if name == own else name: store for name, store, _ in stores}
         self._weights = {"" if name == own else name: float(weight) for name, _, weight in stores}
         for name, store, weight in stores:
-            if not (math.isfinite(weight) and weight > 0):
-                raise EyasError(
-                    f"mix gives run {name!r} the weight {weight:g}", "a number above 0", ASK
-                )
-            for what, ours, theirs in (
-                (
-                    "target",
-                    first.manifest["target"]["fingerprint"][:12],
-                    store.manifest["target"]["fingerprint"][:12],
-                ),
-                (
-                    "side of the final norm",
-                    *(s.manifest.get("last_state", "pre-norm") for s in (first, store)),
-                ),
-            ):
-                if ours != theirs:
-                    raise EyasError(
-                        f"the store of run {name!r} is of another {what} than that of run {own!r}: {theirs}",
-                        ours,
-                        f"-p mix without {name!r}",
-                    )
+            _check_fit(own, first, name, store, weight)
         if len(self.stores) < len(stores):
             raise EyasError("mix names a run twice, or the run itself", "each other run once", ASK)
-        self.boundaries = tuple(
-            sorted(set.intersection(*(set(store.boundaries) for store in self.stores.values())))
-        )
-        frames = []
-        for prefix, store in self._by_prefix.items():
-            done = store.index.loc[store.index["state"] == "extracted", list(COLUMNS)]
-            frames.append(
-                done.assign(
-                    key=[f"{prefix}/{id}" if prefix else id for id in done["id"]], own=not prefix
-                )
-            )
-        rows = pd.concat(frames, ignore_index=True)
+        in_each = [set(store.boundaries) for store in self.stores.values()]
+        self.boundaries = tuple(sorted(set.intersection(*in_each)))
+        rows = self._extracted_rows()
         reasons = self._reasons(rows)
-        self.dropped = {
-            reason: sum(found == reason for found in reasons.values())
-            for reason in ("topic", "id", "prompt")
-        }
+        self.dropped = {"topic": 0, "id": 0, "prompt": 0}
+        for reason in reasons.values():
+            self.dropped[reason] += 1
         self.limited: dict[str, Limited] = {}
         for split, limit in (limits or {}).items():
-            planned = first.index.loc[
-                first.index["split"] == split, "id"
-            ]  # in the order in which extraction chose them
+            in_split = first.index["split"] == split
+            planned = first.index.loc[in_split, "id"]  # in the order in which extraction chose them
             left_out = set(planned[limit:])
             self.limited[split] = Limited(limit, len(planned), bool(left_out))
             rows = rows[~(rows["own"] & rows["id"].isin(left_out))]
-        self._rows = (
-            rows[~rows["key"].isin(reasons.keys()) & ((rows["split"] == "train") | rows["own"])]
-            .drop(columns="own")
-            .reset_index(drop=True)
-        )
+        # Held-out samples of other stores are not used: acceptance is that of the own store.
+        usable = (rows["split"] == "train") | rows["own"]
+        rows = rows[~rows["key"].isin(reasons.keys()) & usable]
+        self._rows = rows.drop(columns="own").reset_index(drop=True)
         self._categories = dict(zip(self._rows["key"], self._rows["category"]))
+
+    def _extracted_rows(self) -> pd.DataFrame:
+        """Return the index rows of all extracted samples, with `key` and `own` (of this run)."""
+        frames = []
+        for prefix, store in self._by_prefix.items():
+            done = store.index.loc[store.index["state"] == "extracted", list(COLUMNS)]
+            keys = [_key(prefix, id) for id in done["id"]]
+            frames.append(done.assign(key=keys, own=not prefix))
+        return pd.concat(frames, ignore_index=True)
 
     @classmethod
     def open(cls, config: Config, store: Store) -> "Mixture":
-        """The run's own store with weight 1, and those that `config.mix` names. EyasError as above and: a weight that is no number, a run without a store."""
+        """Join the run's own store, with weight 1, and those that `config.mix` names.
+
+        Raise EyasError as above, if a weight is no number, and if a run has no store.
+        """
         stores = [(config.run_name, store, 1.0)]
         for part in filter(None, (part.strip() for part in config.mix.split(","))):
             name, colon, weight = (piece.strip() for piece in part.partition(":"))
@@ -128,30 +127,34 @@ class Mixture:
 
     @property
     def identity(self) -> str:
-        """One hash for what there is to learn from: that of the store where it is a single one of weight 1; else of all stores, weights and names of others."""
+        """Return one hash over all that can be learnt from.
+
+        It is the identity of a single store of weight 1, otherwise a hash over all stores, their
+        weights and the names of the other runs.
+        """
         if list(self._weights.values()) == [1.0]:
             return self._by_prefix[""].identity
-        return sha256_json(
-            sorted(
-                [prefix, store.identity, self._weights[prefix]]
-                for prefix, store in self._by_prefix.items()
-            )
-        )
+        parts = [
+            [prefix, store.identity, self._weights[prefix]]
+            for prefix, store in self._by_prefix.items()
+        ]
+        return sha256_json(sorted(parts))
 
     def samples(self, split: str) -> list[str]:
-        """Keys of the "train" or "heldout" samples, in the order of mix and index."""
+        """Return the keys of the "train" or "heldout" samples, in the order of mix and index."""
         return list(self.rows(split)["key"])
 
     def lengths(self, split: str) -> dict[str, int]:
-        """key -> tokens."""
+        """Return {key: length in tokens} of a split."""
         rows = self.rows(split)
         return dict(zip(rows["key"], rows["length"].astype(int)))
 
     def rows(self, split: str) -> pd.DataFrame:
-        """The extracted samples: columns of the index (`eyas.store.reader.COLUMNS`), and `key`."""
+        """Return the samples of a split: the columns `eyas.store.reader.COLUMNS`, and `key`."""
         return self._rows[self._rows["split"] == split]
 
     def category(self, key: str) -> str:
+        """Return the category of a sample."""
         return self._categories[key]
 
     def read(self, key: str, boundaries: tuple[int, ...] | None = None) -> Sample:
@@ -164,44 +167,54 @@ class Mixture:
         return dataclasses.replace(self._by_prefix[prefix].read(id, wanted), id=key)
 
     def texts(self, keys: list[str]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """As `Store.texts`, store by store."""
+        """Yield ids and masks as `Store.texts` does, store by store."""
         ids: dict[str, list[str]] = {prefix: [] for prefix in self._by_prefix}
         for key in keys:
             prefix, _, id = key.rpartition("/")
             ids[prefix].append(id)
         for prefix, store in self._by_prefix.items():
             for id, input_ids, loss_mask in store.texts(ids[prefix]):
-                yield f"{prefix}/{id}" if prefix else id, input_ids, loss_mask
+                yield _key(prefix, id), input_ids, loss_mask
 
     def head(self) -> Head:
+        """Return the copied norm and head of the run's own store."""
         return self._by_prefix[""].head()
 
     def epoch_keys(self, keys: Iterable[str], epoch: int, seed: int) -> list[str]:
-        """One pass over these keys by their weights, in a seeded order: a function of the arguments and weights alone. A key of a weight above 1 is there more than once."""
-        keys, seen = sorted(keys), []
+        """Return the keys of one epoch by the stores' weights, in a seeded order.
+
+        The result depends only on the arguments and the weights. A key of a weight above 1 occurs
+        more than once.
+        """
+        keys = sorted(keys)
+        chosen = []
         for prefix, weight in self._weights.items():
             members = [key for key in keys if key.rpartition("/")[0] == prefix]
-            seen += members * int(weight)
-            extra = (weight - int(weight)) * len(members)  # a pass, on average
-            start, end = (math.floor(extra * n + 0.5) for n in (epoch, epoch + 1))
-            ring = torch.randperm(
-                len(members),
-                generator=torch.Generator().manual_seed(int(sha256_json([seed, prefix])[:15], 16)),
-            ).tolist()
-            seen += [members[ring[n % len(members)]] for n in range(start, end)]
-        return shuffled(seen, epoch, seed)
+            chosen += members * int(weight)
+            extra = (weight - int(weight)) * len(members)  # an epoch, on average
+            start = math.floor(extra * epoch + 0.5)
+            end = math.floor(extra * (epoch + 1) + 0.5)
+            order = _permutation(len(members), int(sha256_json([seed, prefix])[:15], 16))
+            chosen += [members[order[n % len(members)]] for n in range(start, end)]
+        return shuffled(chosen, epoch, seed)
 
     def _reasons(self, rows: pd.DataFrame) -> dict[str, str]:
-        """key -> topic, id or prompt, of the training samples that something held out in any of the stores forbids."""
-        out = rows["split"] == "heldout"
-        topics, ids = set(rows.loc[out, "topic"]) - {""}, set(rows.loc[out, "id"])
-        prompts = {_prompt(*text) for _, *text in self.texts(list(rows.loc[out, "key"]))}
-        training = rows[~out]
-        reasons = {
-            row.key: "topic" if row.topic in topics else "id"
-            for row in training.itertuples()
-            if row.topic in topics or row.id in ids
-        }
+        """Return {key: reason} of the training samples that are held out somewhere.
+
+        A reason is "topic", "id" or "prompt". `rows` are the extracted samples of all stores.
+        """
+        is_heldout = rows["split"] == "heldout"
+        heldout = rows[is_heldout]
+        training = rows[~is_heldout]
+        topics = set(heldout["topic"]) - {""}
+        ids = set(heldout["id"])
+        prompts = {_prompt(*text) for _, *text in self.texts(list(heldout["key"]))}
+        reasons = {}
+        for row in training.itertuples():
+            if row.topic in topics:
+                reasons[row.key] = "topic"
+            elif row.id in ids:
+                reasons[row.key] = "id"
         if prompts:
             for key, *text in self.texts([key for key in training["key"] if key not in reasons]):
                 if _prompt(*text) in prompts:
@@ -209,18 +222,50 @@ class Mixture:
         return reasons
 
 
+def _check_fit(own: str, first: Store, name: str, store: Store, weight: float) -> None:
+    """Raise EyasError if a store or its weight does not fit the run's own store `first`."""
+    if not (math.isfinite(weight) and weight > 0):
+        raise EyasError(f"mix gives run {name!r} the weight {weight:g}", "a number above 0", ASK)
+    for what, of_store in (("target", _target_hash), ("side of the final norm", _last_state)):
+        if of_store(first) != of_store(store):
+            raise EyasError(
+                f"the store of run {name!r} is of another {what}"
+                f" than that of run {own!r}: {of_store(store)}",
+                of_store(first),
+                f"-p mix without {name!r}",
+            )
+
+
+def _target_hash(store: Store) -> str:
+    return store.manifest["target"]["fingerprint"][:12]
+
+
+def _last_state(store: Store) -> str:
+    return store.manifest.get("last_state", "pre-norm")
+
+
+def _key(prefix: str, id: str) -> str:
+    """Return the key of a sample; the run's own store has an empty prefix."""
+    return f"{prefix}/{id}" if prefix else id
+
+
 def shuffled(keys: Iterable[str], epoch: int, seed: int) -> list[str]:
-    """The keys in the order of that epoch, whatever order they come in."""
+    """Return the keys in the order of an epoch, whatever order they are given in."""
     keys = sorted(keys)
-    return [
-        keys[n]
-        for n in torch.randperm(
-            len(keys), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-        ).tolist()
-    ]
+    return [keys[n] for n in _permutation(len(keys), seed * 1_000_003 + epoch)]
+
+
+def _permutation(n: int, seed: int) -> list[int]:
+    """Return a seeded permutation of 0 .. n-1."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def _prompt(input_ids: torch.Tensor, loss_mask: torch.Tensor) -> bytes:
-    """The ids before the first supervised token. All of them where these are one or none, as in a text that nobody asked for: each of its kind begins alike."""
-    at = int(loss_mask.int().argmax())
-    return input_ids[: at if at > 1 else len(input_ids)].numpy().tobytes()
+    """Return the bytes of the ids before the first supervised token.
+
+    If these are one or none, as in a text without a question, return all ids: such texts begin
+    alike.
+    """
+    first = int(loss_mask.int().argmax())
+    n_prompt = first if first > 1 else len(input_ids)
+    return input_ids[:n_prompt].numpy().tobytes()

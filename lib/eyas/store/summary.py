@@ -1,4 +1,4 @@
-"""The summary of a store's last extraction: `data_config.json` in its folder."""
+"""Write and read the summary of a store: `data_config.json` in its folder."""
 
 from pathlib import Path
 
@@ -8,7 +8,10 @@ from eyas.store.reader import Store
 
 
 def write_data_config(store: Store, last_run: dict) -> None:
-    """The summary that people look for, beside the store. `last_run`: how it was made, with samples_per_s and tok_per_s."""
+    """Write the summary of a store.
+
+    `last_run` says how it was made, with samples_per_s and tok_per_s.
+    """
     write_json(
         store.folder / "data_config.json",
         seal(counted(store) | {"eyas": __version__, "last_run": last_run}),
@@ -16,7 +19,7 @@ def write_data_config(store: Store, last_run: dict) -> None:
 
 
 def counted(store: Store) -> dict:
-    """What data_config.json says of a store, from its index and its files."""
+    """Count what data_config.json says of a store, from its index and its files."""
     done = store.index[store.index["state"] == "extracted"]
     return {
         "total_samples": len(done),
@@ -31,11 +34,14 @@ def counted(store: Store) -> dict:
 
 
 def last_run(store: Path) -> dict:
-    """What data_config.json says of the run that wrote to a store last; nothing where it is missing, torn or altered."""
+    """Return what data_config.json says of the last run that wrote to a store.
+
+    Return an empty dict if the file is missing, torn or altered.
+    """
     try:
         config = read_json(store / "data_config.json")
     except (ValueError, OSError):
         return {}
-    return (
-        config["last_run"] if is_sealed(config) and isinstance(config.get("last_run"), dict) else {}
-    )
+    if is_sealed(config) and isinstance(config.get("last_run"), dict):
+        return config["last_run"]
+    return {}

@@ -120,14 +120,17 @@ class Foresight:
         parts = _split_positions(tokens, seed)  # fit, tune, score
         self.tok = tuple(map(len, parts))
         last = tokens.states[max(tokens.states)]
-        goal, self._check, self._truth = (head.normed(last[at + 1]) for at in parts)  # [n, H]
+        fit, tune, score = parts
+        goal = head.normed(last[fit + 1])  # [n, H]
+        self._check = head.normed(last[tune + 1])  # [n, H]
+        self._truth = head.normed(last[score + 1])  # [n, H]
         self._mean = goal.mean(dim=0)
         self._goal = goal - self._mean
-        self._grams = {
-            b: self._gram([unit_rows(rows[at]) for at in parts])
-            for b, rows in tokens.states.items()
-        }
-        self._next = self._gram([unit_rows(embedding[tokens.input_ids[at + 1]]) for at in parts])
+        self._grams: dict[int, torch.Tensor] = {}
+        for b, rows in tokens.states.items():
+            self._grams[b] = self._gram([unit_rows(rows[positions]) for positions in parts])
+        next_ids = [tokens.input_ids[positions + 1] for positions in parts]
+        self._next = self._gram([unit_rows(embedding[ids]) for ids in next_ids])
         self._predictions: dict[Choice, float] = {}
 
     @staticmethod
@@ -407,7 +410,7 @@ def _check_default(config: Config, trainings: _Trainings, n_blocks: int) -> None
         raise EyasError(
             f"the default's training failed: {first.problem() or first.record['state']}",
             "one to compare with",
-            f"see {notebook} in the run's folder; then python -m eyas sweep, which resumes",
+            f"see {notebook} in the run's folder; then python -m eyas study layers, which resumes",
         )
 
 
@@ -454,7 +457,7 @@ def load_study(config: Config) -> Study:
         raise EyasError(
             f"run {config.run_name!r} has no study of layers",
             "one that is finished",
-            "python -m eyas sweep",
+            "python -m eyas study layers",
         )
     tables = {name: read_parquet(folder / f"{name}.parquet") for name in TABLES}
     forward = tables["forward"]
@@ -775,7 +778,7 @@ def _unservable_sentence(
     ]
 
 
-def summary(study: Study) -> str:
+def study_text(study: Study) -> str:
     """Return the answer, and on how many trainings it is based."""
     record = study.record
     return (

@@ -1,4 +1,4 @@
-"""Search for server settings that are worth keeping: `python -m eyas tune --profile P`.
+"""Search for server settings that are worth keeping: `python -m eyas study server --profile P`.
 
 The search is bounded in time. Stopped or killed, the same command continues it.
 
@@ -688,7 +688,7 @@ def profile_text(config: Config, result: dict) -> str:
         if not name.startswith("tune_")
     }
     head = [
-        f"# Run {config.run_name} with the server settings that `python -m eyas tune` kept, "
+        f"# Run {config.run_name} with the server settings that `python -m eyas study server` kept, "
         f"measured on {result['cores']} CPU cores, device {result['device']}, "
         f"SGLang {result['sglang']}:",
         *(f"# {sentence}" for sentence in _gains(result)),
@@ -789,7 +789,7 @@ def summary(result: dict) -> str:
 def how_to_tune(config: Config) -> str:
     """Return the line that says how to get a result."""
     return (
-        f"Run {config.run_name} has no tuned settings: python -m eyas tune searches for some "
+        f"Run {config.run_name} has no tuned settings: python -m eyas study server searches for some "
         f"within {config.tune_minutes:g} minutes (-p tune_minutes N for more); "
         "nothing else needs it."
     )

@@ -1,6 +1,6 @@
 """Train many drafters from one store in parallel.
 
-    python -m eyas sweep --profile layers    # the trainings of notebook 06, half an hour on 2 cores
+    python -m eyas study layers --profile layers    # the trainings of notebook 06, half an hour on 2 cores
 
 Each training is a papermill run of one notebook with changed settings, on Ray. The same command
 resumes the sweep where it stopped.
@@ -55,8 +55,9 @@ from eyas.files import (
 )
 from eyas.progress import Progress
 from eyas.report import pages
-from eyas.report.notebook import declared_parameters, execute
-from eyas.report.run import NOTEBOOKS, is_alive, now, plain, this_process, versions
+from eyas.report.notebook import execute
+from eyas.report.parameters import plain, settings_read
+from eyas.report.run import NOTEBOOKS, is_alive, now, this_process, versions
 
 NOTEBOOK = NOTEBOOKS / "sweep_training.ipynb"
 # Most letters of the folder for Ray's sockets. The sockets' whole paths may have 107.
@@ -119,7 +120,9 @@ class Member:
         """
         if not self.finished:
             raise EyasError(
-                f"the training with {self} is not finished", "one that is", "python -m eyas sweep"
+                f"the training with {self} is not finished",
+                "one that is",
+                "python -m eyas study layers",
             )
         return read_parquet(self.counts_path)
 
@@ -146,7 +149,7 @@ class Sweep:
         self.config = config
         self.store = store
         self.path = notebook
-        self._declared = declared_parameters(notebook)
+        self._declared = sorted(settings_read(notebook))
         self._notebook_code = _notebook_hash(notebook)
         self._lock: IO | None = None
         self._ray = None
@@ -185,9 +188,9 @@ class Sweep:
                 f"{self.path.name} does not declare the setting {', '.join(unknown)}",
                 "a name in its parameters cell",
             )
-        own = {name: getattr(self.config, name) for name in self._declared}
+        sweep_settings = {name: getattr(self.config, name) for name in self._declared}
         threads = {"threads": threads_each(self.config)}
-        config = Config.create(**(own | threads | settings))
+        config = Config.create(**(sweep_settings | threads | settings))
         parameters = {name: plain(getattr(config, name)) for name in self._declared}
         identity = {
             "notebook": self._notebook_code,
@@ -353,7 +356,7 @@ class Sweep:
                     raise EyasError(
                         f"Ray did not start in {STARTS} times 30 s",
                         "a machine with a core to spare",
-                        "python -m eyas sweep, when it is less busy",
+                        "python -m eyas study layers, when it is less busy",
                     ) from None
 
     def _shut_down(self, ray) -> None:
@@ -442,7 +445,7 @@ def keep(config: Config, counts: pd.DataFrame) -> Path:
         raise EyasError(
             "trainer, drafter or walk were edited while the sweep ran",
             "the code that it started with",
-            "python -m eyas sweep, which trains again what the new code changes",
+            "python -m eyas study layers, which trains again what the new code changes",
         )
     path = write_atomic(
         config.out_dir / "counts.parquet", lambda path: counts.to_parquet(path, index=False)

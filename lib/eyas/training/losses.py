@@ -166,6 +166,6 @@ def get_loss(name: str) -> Loss:
     """Return the loss of that name. Raise EyasError, with the names that exist, for another."""
     if name not in LOSSES:
         raise EyasError(
-            f"no loss {name!r}", "one of " + ", ".join(LOSSES), "python -m eyas profile --explain"
+            f"no loss {name!r}", "one of " + ", ".join(LOSSES), "python -m eyas settings"
         )
     return LOSSES[name]

@@ -394,7 +394,7 @@ class Training:
             f"the median of the last {len(self.recent)} is {usual:.2f}; "
             f"the most, {alone[worst]:.2f}, has sample {worst}",
             f"at most {ratio:g} times the median",
-            "python -m eyas verify --deep, or a smaller learning_rate, "
+            "python -m eyas verify, or a smaller learning_rate, "
             "or -p spike_ratio 0 to go on all the same",
         )
 

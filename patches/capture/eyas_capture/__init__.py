@@ -1,24 +1,34 @@
-"""SGLang plugin: write the residual stream of the requests that ask for it, one row per prompt token.
+"""Write the residual stream of the requests that ask for it: an SGLang plugin.
 
-On when EYAS_CAPTURE holds {"boundaries": [2, 15, 27, 30], "spool": "/folder", "quota": bytes}; without it nothing is hooked.
-A request asks by `sampling_params.custom_params = {"eyas_capture": "name"}`; its answer then carries
-`meta_info.eyas_capture = [{"path": ..., "rows": T, "boundaries": [...]}]`, or `[{"error": ...}]` ("again": true where
-the same request may succeed later). The file at `path` comes soon after, written in the background, and is complete
-whenever it can be seen: safetensors, `boundary_<b>` [T, H] in the dtype that the server computed, and `input_ids` [T].
-Should it fail to come, `/server_info` has its name and the reason under `failures`.
+It is on if EYAS_CAPTURE holds {"boundaries": [2, 15, 27, 30], "spool": "/folder", "quota": bytes}.
+Without that variable nothing is hooked.
 
-A request whose rows would not be one for each prompt token is refused: prefix cache or chunked prefill took some away. With
-`"as_computed": true` beside the name it gets whatever its passes compute, decoding too, and `positions` [rows] says of which tokens; the
-answer and the file come with its last token (`ignore_eos`, so that it is `max_new_tokens` long). `"follow": [ids]` are put in the place of
-the tokens that it would generate: how a given text is decoded. That needs a server without the overlap scheduler. For comparisons, not for stores.
+A request asks by `sampling_params.custom_params = {"eyas_capture": "name"}`.
 
-On a server that drafts, a request that asks by `{"eyas_accepted": true}` is told what each verify step accepted: `meta_info.eyas_accepted` has a
-value for each output token, the number of accepted drafts where a step begins, else null.
+- Its answer has `meta_info.eyas_capture = [{"path": ..., "rows": T, "boundaries": [...]}]`, or
+  `[{"error": ...}]` ("again": true if the same request may succeed later).
+- The file at `path` is written in the background soon after, and is complete as soon as it exists:
+  safetensors, `boundary_<b>` [T, H] in the dtype that the server computed, and `input_ids` [T].
+- If the file cannot be written, `/server_info` has its name and the reason under `failures`.
+- A request is refused if its rows would not be one for each prompt token, because prefix cache or
+  chunked prefill took some away.
 
-Nothing of the installed SGLang is edited. Four functions are wrapped (HOOKS) and, once the model is loaded, a
-forward pre-hook sits on each captured block and on the final norm; it returns at once unless a request of the
-running batch asked. SGLang only logs a hook that fails to apply, so `check()` and `Scheduler.get_internal_state`
-(read back by `python -m eyas server status`) say whether this one is on.
+Two more options serve comparisons, never stores:
+
+- `"as_computed": true` gives whatever the passes of a request compute, decoding too. `positions`
+  [rows] names their tokens. Answer and file come with the last token (use `ignore_eos`, so that the
+  answer has `max_new_tokens`).
+- `"follow": [ids]` replaces the tokens that the request would generate, so that a given text is
+  decoded. That needs a server without the overlap scheduler.
+
+On a server that drafts, `{"eyas_accepted": true}` asks what each verify step accepted:
+`meta_info.eyas_accepted` has a value for each output token. It is the number of accepted draft
+tokens where a step begins, otherwise null.
+
+Nothing of the installed SGLang is edited. The functions of HOOKS are wrapped. Once the model is
+loaded, each captured block and the final norm get a forward pre-hook. It returns at once unless a
+request of the running batch asked. SGLang only logs a hook that fails to apply. So `check()`, and
+`Scheduler.get_internal_state` (shown by `python -m eyas server status`), report whether it is on.
 """
 
 import json
@@ -27,19 +37,23 @@ import sys
 
 VERSION = "0.2.0"
 SGLANG_VERSIONS = ("0.5.23",)
+_RESULT_PROCESSOR = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+)
 HOOKS = {  # dotted name -> function in eyas_capture.hooks
     "sglang.srt.managers.scheduler.Scheduler.init_model_worker": "install",
     "sglang.srt.managers.scheduler.Scheduler.run_batch": "run_batch",
     "sglang.srt.managers.scheduler.Scheduler.get_internal_state": "internal_state",
-    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens": "accepted",
+    f"{_RESULT_PROCESSOR}._resolve_spec_v2_tokens": "accepted",
 }
 
 
 def register() -> None:
-    """Entry point `sglang.srt.plugins`, called in each of SGLang's processes while plugins load.
+    """Register the hooks: entry point `sglang.srt.plugins`, called in each process of SGLang.
 
-    No module of SGLang may be imported here (circular imports, which SGLang only logs): hooks go by dotted name.
-    An SGLang version that this was not made for ends the process, since serving silently without capture is worse.
+    No module of SGLang may be imported here (SGLang only logs circular imports), so hooks are given
+    by dotted names. An SGLang version that this plugin was not made for ends the process: serving
+    without capture, and without a word, would be worse.
     """
     if not os.environ.get("EYAS_CAPTURE"):
         return
@@ -47,7 +61,8 @@ def register() -> None:
 
     if version("sglang") not in SGLANG_VERSIONS:
         print(
-            f"eyas_capture {VERSION} is made for SGLang {', '.join(SGLANG_VERSIONS)}, found {version('sglang')}",
+            f"eyas_capture {VERSION} is made for SGLang {', '.join(SGLANG_VERSIONS)},"
+            f" found {version('sglang')}",
             file=sys.stderr,
             flush=True,
         )
@@ -70,11 +85,14 @@ def _register_hooks() -> None:
 
 
 def check() -> dict:
-    """Is this plugin found, for this SGLang, and do all its hooks apply? Run in a process of its own; imports SGLang's scheduler."""
+    """Check that the plugin fits the installed SGLang and that all its hooks apply.
+
+    Run it in a process of its own: it imports SGLang's scheduler.
+    """
     from importlib.metadata import version
 
     sglang = version("sglang")
-    found = {
+    result = {
         "name": "eyas_capture",
         "version": VERSION,
         "sglang": sglang,
@@ -82,7 +100,7 @@ def check() -> dict:
         "detail": "",
     }
     if sglang not in SGLANG_VERSIONS:
-        return found | {"detail": f"made for SGLang {', '.join(SGLANG_VERSIONS)}, found {sglang}"}
+        return result | {"detail": f"made for SGLang {', '.join(SGLANG_VERSIONS)}, found {sglang}"}
     import importlib
 
     from sglang.srt.plugins import load_plugins
@@ -93,5 +111,5 @@ def check() -> dict:
     importlib.import_module("sglang.srt.managers.scheduler")
     missing = [target for target in HOOKS if target not in HookRegistry._patched]
     if missing:
-        return found | {"detail": "not applied: " + ", ".join(missing)}
-    return found | {"ok": True, "detail": f"{len(HOOKS)} hooks applied"}
+        return result | {"detail": "not applied: " + ", ".join(missing)}
+    return result | {"ok": True, "detail": f"{len(HOOKS)} hooks applied"}

@@ -1,8 +1,10 @@
-"""SGLang platform plugin: a plain CPU, plain torch kernels, nothing from a vendor.
+"""Serve on a plain CPU with plain torch kernels: an SGLang platform plugin.
 
-SGLang's own CPU engine (SGLANG_USE_CPU_ENGINE=1) imports kernels that the PyPI wheel does not carry. An out-of-tree
-platform takes the `native` (plain torch) path of every layer instead. Chosen by SGLANG_PLATFORM=eyas_cpu.
-A server that is given a drafter (--speculative-algorithm EAGLE3) drafts chains and trees with it: `eyas_cpu.eagle`.
+- SGLang's own CPU engine (SGLANG_USE_CPU_ENGINE=1) imports kernels that the PyPI wheel does not
+  contain. An out-of-tree platform takes the `native` (plain torch) path of every layer instead.
+- SGLANG_PLATFORM=eyas_cpu selects it.
+- A server with a drafter (--speculative-algorithm EAGLE3) drafts chains and trees; see
+  `eyas_cpu.eagle`.
 """
 
 import multiprocessing
@@ -13,9 +15,10 @@ SGLANG_VERSIONS = ("0.5.23",)
 
 
 def activate() -> str | None:
-    """Entry point `sglang.srt.platforms`: the class to use, or None where this platform was not asked for.
+    """Return the platform class to use: entry point `sglang.srt.platforms`.
 
-    None keeps a GPU box with this package installed on its own platform.
+    Return None if this platform is not selected. So a GPU machine with this package keeps its own
+    platform.
     """
     if os.environ.get("SGLANG_PLATFORM") != "eyas_cpu":
         return None
@@ -28,39 +31,44 @@ def activate() -> str | None:
 
 
 def _fork(result, *_):
-    """SGLang's other processes begin as copies of the first, which has everything imported, half a minute of CPU time. It spawns them since CUDA takes no fork."""
+    """Start SGLang's other processes as copies of the first, which has imported everything.
+
+    That saves half a minute of CPU time for each. SGLang spawns them, because CUDA forbids a fork.
+    """
     multiprocessing.set_start_method("fork", force=True)
 
 
 def check() -> dict:
-    """Is this plugin found, for this SGLang, does it apply, and is everything there that drafting replaces? Run with SGLANG_PLATFORM=eyas_cpu in a
-    process of its own; imports SGLang's EAGLE worker."""
+    """Check that the plugin fits the installed SGLang, and that all functions it replaces exist.
+
+    Run it with SGLANG_PLATFORM=eyas_cpu in a process of its own: it imports SGLang's EAGLE worker.
+    """
     from importlib.metadata import version
 
     sglang = version("sglang")
-    found = {"name": "eyas_cpu", "version": VERSION, "sglang": sglang, "ok": False, "detail": ""}
+    result = {"name": "eyas_cpu", "version": VERSION, "sglang": sglang, "ok": False, "detail": ""}
     if sglang not in SGLANG_VERSIONS:
-        return found | {"detail": f"made for SGLang {', '.join(SGLANG_VERSIONS)}, found {sglang}"}
+        return result | {"detail": f"made for SGLang {', '.join(SGLANG_VERSIONS)}, found {sglang}"}
     from sglang.srt.platforms import current_platform
 
     if type(current_platform).__name__ != "PlainCpuPlatform":
-        return found | {
-            "detail": f"SGLang chose the platform {type(current_platform).__name__}; set SGLANG_PLATFORM=eyas_cpu"
+        return result | {
+            "detail": f"SGLang chose the platform {type(current_platform).__name__};"
+            " set SGLANG_PLATFORM=eyas_cpu"
         }
     from eyas_cpu.eagle import OPS, missing, worker_class
 
     worker_class()
     platform = type(current_platform)
-    gone = [
-        name
-        for name in vars(platform)
-        if not name.startswith("_") and not any(hasattr(base, name) for base in platform.__bases__)
-    ] + missing()
+    ours = [name for name in vars(platform) if not name.startswith("_")]
+    gone = [name for name in ours if not any(hasattr(b, name) for b in platform.__bases__)]
+    gone += missing()
     if gone:
-        return found | {
+        return result | {
             "detail": f"not as in SGLang {', '.join(SGLANG_VERSIONS)}: {', '.join(gone)}"
         }
-    return found | {
+    return result | {
         "ok": True,
-        "detail": f"SGLang runs on the plain CPU platform; EAGLE3: {len(OPS)} functions to put in place",
+        "detail": "SGLang runs on the plain CPU platform;"
+        f" EAGLE3: {len(OPS)} functions to put in place",
     }

@@ -1,10 +1,12 @@
-"""Plain-torch attention for the CPU platform, same results as SGLang's `torch_native`, without a gather for each sequence.
+"""Compute attention in plain torch for the CPU platform, with the results of `torch_native`.
 
-SGLang's backend loops over the sequences of a batch and gathers keys and values for each of them: 72 % of the time of a
-decode batch of 64 on two cores. Here a decode batch is one padded call, and a prefill without a cached prefix attends to
-the keys and values that it was just given. The modes of speculative decoding, which SGLang's backend does not have, are such padded calls too:
-the verify step of the target, draft-extend and draft decode of the drafter. Latent attention
-has its prefill in `mla`. Whatever else comes (sliding window, cross-attention) goes to the parent class.
+- SGLang's backend gathers keys and values for each sequence of a batch: 72 % of the time of a
+  decode batch of 64 on two cores. Here a decode batch is one padded call.
+- A prefill without a cached prefix attends to the keys and values that it was given.
+- The modes of speculative decoding, which SGLang's backend does not have, are padded calls too: the
+  target's verify step, and the drafter's draft-extend and draft decode.
+- The prefill of latent attention is in `mla`.
+- Everything else (sliding window, cross-attention) is left to the parent class.
 """
 
 import torch
@@ -17,16 +19,19 @@ from eyas_cpu import mla
 
 
 def window(req_to_token, req_pool_indices, start, length: int) -> torch.Tensor:
-    """The slots of `length` tokens of each request from its `start` on, [R, length]."""
-    return req_to_token[
-        req_pool_indices.long()[:, None], start.long()[:, None] + torch.arange(length)
-    ].long()
+    """Return the slots [R, length] of `length` tokens of each request from its `start` on."""
+    positions = start.long()[:, None] + torch.arange(length)  # [R, length]
+    return req_to_token[req_pool_indices.long()[:, None], positions].long()
 
 
 class PlainAttention(TorchNativeAttnBackend):
-    """Axis names: S query tokens, R requests, n query tokens of each, L longest sequence, Hq and Hk heads, G = Hq / Hk, E head size."""
+    """Attend in one padded call where possible.
 
-    slots = None  # [R, L], where the keys of this pass lie in the pool; None: not a padded pass
+    Axis names: S query tokens, R requests, n query tokens of each, L longest sequence, Hq and Hk
+    heads, G = Hq / Hk, E head size.
+    """
+
+    slots = None  # [R, L], the pool's slots with the keys of this pass; None: not a padded pass
     seen = None  # [R, n, L] bool, which of them a query sees
 
     def init_forward_metadata(self, forward_batch):
@@ -41,12 +46,8 @@ class PlainAttention(TorchNativeAttnBackend):
         elif mode.is_target_verify():
             spec = forward_batch.spec_info
             n = spec.draft_token_num
-            self.see(
-                forward_batch.req_pool_indices,
-                forward_batch.seq_lens,
-                n,
-                None if spec.tree_topk == 1 else spec.custom_mask.view(-1, n, n),
-            )
+            tree = None if spec.tree_topk == 1 else spec.custom_mask.view(-1, n, n)
+            self.see(forward_batch.req_pool_indices, forward_batch.seq_lens, n, tree)
         elif mode.is_draft_extend_v2():
             n = forward_batch.spec_info.num_tokens_per_req
             self.see(forward_batch.req_pool_indices, forward_batch.seq_lens - n, n)
@@ -54,16 +55,15 @@ class PlainAttention(TorchNativeAttnBackend):
             self.lengths = [int(n) for n in forward_batch.extend_seq_lens_cpu]
 
     def see(self, requests, before, n: int, tree=None) -> None:
-        """`n` query tokens of each request after `before` [R] tokens of it that all of them see. Of the `n`, each sees itself and those in
-        front of it, or what `tree` [R, n, n] says."""
-        column = (
-            torch.arange(int(before.max()) + n) - before[:, None]
-        )  # [R, L]; 0: the first query token
-        self.slots = (
-            self.req_to_token_pool.req_to_token[requests, : column.shape[1]]
-            .long()
-            .where(column < n, 0)
-        )
+        """Set which keys the `n` query tokens of each request see.
+
+        All of them see the `before` [R] tokens of their request. Of the `n`, each sees itself and
+        those in front of it, or what `tree` [R, n, n] says.
+        """
+        # [R, L]: the key's place among the query tokens; negative before them
+        column = torch.arange(int(before.max()) + n) - before[:, None]
+        slots = self.req_to_token_pool.req_to_token[requests, : column.shape[1]].long()
+        self.slots = slots.where(column < n, 0)
         if tree is None:
             self.seen = column[:, None] <= torch.arange(n)[:, None]
         else:
@@ -89,32 +89,28 @@ class PlainAttention(TorchNativeAttnBackend):
             self.token_to_kv_pool.set_kv_buffer(
                 layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v
             )
-        (requests, n, _), kv_heads, size = self.seen.shape, layer.tp_k_head_num, layer.qk_head_dim
-        q = (
-            q.reshape(requests, n, kv_heads, -1, size)
-            .transpose(1, 2)
-            .reshape(requests, kv_heads, -1, size)
-        )  # [R, Hk, n * G, E]: a group shares a key head
+        requests, n, _ = self.seen.shape
+        kv_heads = layer.tp_k_head_num
+        q = q.reshape(requests, n, kv_heads, -1, layer.qk_head_dim).transpose(1, 2)
+        # [R, Hk, n * G, E]: a group of heads shares a key head
+        q = q.reshape(requests, kv_heads, -1, layer.qk_head_dim)
         group = q.shape[2] // n
         if group not in self.masks:
-            self.masks[group] = (self.seen if n == 1 else self.seen.repeat_interleave(group, 1))[
-                :, None
-            ]
+            seen = self.seen if n == 1 else self.seen.repeat_interleave(group, 1)
+            self.masks[group] = seen[:, None]
         pool = self.token_to_kv_pool
-        keys, values = (
-            self._gather(buffer, kv_heads, q)
-            for buffer in (
-                pool.get_key_buffer(layer.layer_id),
-                pool.get_value_buffer(layer.layer_id),
-            )
-        )
+        keys = self._gather(pool.get_key_buffer(layer.layer_id), kv_heads, q)
+        values = self._gather(pool.get_value_buffer(layer.layer_id), kv_heads, q)
         out = scaled_dot_product_attention(
             q, keys, values, attn_mask=self.masks[group], scale=layer.scaling
         )  # [R, Hk, n * G, E]
         return out.view(requests, kv_heads, n, group, -1).transpose(1, 2).reshape(requests * n, -1)
 
     def _gather(self, buffer, kv_heads: int, q):
-        """[slots of the pool, Hk, E] -> [R, Hk, L, E]. index_select copies whole rows: 8 times as fast as indexing with `self.slots`."""
+        """Return the rows [R, Hk, L, E] of a pool's buffer [slots, Hk, E].
+
+        index_select copies whole rows: 8 times as fast as indexing with `self.slots`.
+        """
         rows = buffer.view(len(buffer), -1).index_select(0, self.slots.flatten())  # [R * L, Hk * E]
         return rows.view(*self.slots.shape, kv_heads, -1).transpose(1, 2).to(q.dtype)
 
@@ -122,21 +118,14 @@ class PlainAttention(TorchNativeAttnBackend):
         if self.slots is not None:
             if not (self._plain(layer) or mla.absorbed(layer)) or k is None:
                 raise NotImplementedError(
-                    "eyas_cpu: speculative decoding of layers with a sliding window or cross-attention"
+                    "eyas_cpu: speculative decoding of layers with a sliding window"
+                    " or cross-attention"
                 )
             return self._padded(q, k, v, layer, forward_batch, save_kv_cache)
-        if (
-            self.lengths is not None
-            and sum(self.lengths) == len(q)
-            and mla.explicit(q, k, v, layer)
-        ):
+        fits = self.lengths is not None and sum(self.lengths) == len(q)
+        if fits and mla.explicit(q, k, v, layer):
             return mla.prefill(q, k, v, layer, self.lengths)
-        if (
-            self.lengths is None
-            or not self._plain(layer)
-            or k is None
-            or sum(self.lengths) != len(q)
-        ):
+        if not fits or not self._plain(layer) or k is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
         if save_kv_cache:
             self.token_to_kv_pool.set_kv_buffer(
@@ -162,31 +151,37 @@ class PlainAttention(TorchNativeAttnBackend):
 
 
 class PlainDraftAttention:
-    """Draft decode: level i + 1 of the drafts comes from the tokens of level i, `topk` branches of each request, seen one after the other by `attn_backends[i]`.
+    """Attend in draft decode, one backend a level.
 
-    A branch's keys lie in slots of its own after the committed tokens, `steps` for each branch, as `EagleDraftWorker.draft_forward` writes them. They
-    stay there when a level keeps two children of one branch and none of another, so deeper levels of a tree see keys of what was there before: SGLang's
-    own backends do the same. It changes what is proposed, never what is accepted.
+    Level i + 1 of the drafts comes from the tokens of level i: `topk` branches of each request, in
+    `attn_backends[i]`.
+
+    A branch's keys are in slots of its own after the committed tokens, `steps` for each branch, as
+    `EagleDraftWorker.draft_forward` writes them. They stay there when a level keeps two children of
+    one branch and none of another. So deeper levels of a tree see keys of what was there before;
+    SGLang's own backends do the same. That changes what is proposed, never what is accepted.
     """
 
     def __init__(self, runner, topk: int, steps: int):
-        self.topk, self.steps = topk, steps
+        self.topk = topk
+        self.steps = steps
         self.attn_backends = [PlainAttention(runner) for _ in range(steps - 1)]
 
     def init_forward_metadata(self, forward_batch):
         committed = forward_batch.seq_lens  # [R]
-        longest, rows = int(committed.max()), self.attn_backends[0].req_to_token_pool.req_to_token
-        shared = rows[forward_batch.req_pool_indices, :longest].long()  # [R, L]
-        own = window(rows, forward_batch.req_pool_indices, committed, self.topk * self.steps).view(
-            -1, self.steps
-        )  # [R * topk, steps]
-        inside = torch.arange(longest) < committed[:, None]
-        shared, inside = (
-            x.repeat_interleave(self.topk, 0) for x in (shared.where(inside, 0), inside)
-        )
+        longest = int(committed.max())
+        requests = forward_batch.req_pool_indices
+        rows = self.attn_backends[0].req_to_token_pool.req_to_token
+        inside = torch.arange(longest) < committed[:, None]  # [R, L]
+        shared = rows[requests, :longest].long().where(inside, 0)  # [R, L]
+        shared = shared.repeat_interleave(self.topk, 0)  # [R * topk, L]
+        inside = inside.repeat_interleave(self.topk, 0)
+        own = window(rows, requests, committed, self.topk * self.steps)
+        own = own.view(-1, self.steps)  # [R * topk, steps]
         for step, backend in enumerate(self.attn_backends, start=1):
-            backend.masks, backend.swa_out_cache_loc, backend.lengths = {}, None, None
+            backend.masks = {}
+            backend.swa_out_cache_loc = None
+            backend.lengths = None
             backend.slots = torch.cat([shared, own[:, :step]], 1)  # [R * topk, L + step]
-            backend.seen = torch.cat([inside, inside.new_ones(len(own), step)], 1)[
-                :, None
-            ]  # [R * topk, 1, L + step]
+            seen = torch.cat([inside, inside.new_ones(len(own), step)], 1)
+            backend.seen = seen[:, None]  # [R * topk, 1, L + step]

@@ -1,8 +1,12 @@
-"""EAGLE3 on the plain CPU: what SGLang's worker asks of a device's kernels, in plain torch.
+"""Run EAGLE3 on the plain CPU: plain torch for what SGLang's worker asks of a device's kernels.
 
-SGLang's own `EAGLEWorkerV2` does the drafting and the verifying; `PlainEagleWorker` (handed out by the platform's `get_speculative_worker_cls`) only
-puts the functions of OPS in the place of Triton kernels that an out-of-tree CPU has no replacement for, in the modules that call them.
-Nothing is replaced unless a server starts with a drafter. Axis names: R requests, K levels drafted, n tokens of a verify step, V vocabulary.
+- SGLang's own `EAGLEWorkerV2` drafts and verifies.
+- `PlainEagleWorker`, which the platform's `get_speculative_worker_cls` returns, replaces Triton
+  kernels by the functions of OPS, in the modules that call them.
+- Nothing is replaced unless a server starts with a drafter.
+- The parameters have the names of SGLang's functions; `missing` checks that.
+
+Axis names: R requests, K levels drafted, n tokens of a verify step, V vocabulary.
 """
 
 import importlib
@@ -23,7 +27,10 @@ def draft_slots(
     positions=None,
     mrope=None,
 ) -> None:
-    """Where drafts write their keys: the `topk * num_cols` slots after each request's committed tokens."""
+    """Write to `out_cache_loc` where draft tokens write their keys.
+
+    These are the `topk * num_cols` slots after each request's committed tokens.
+    """
     out_cache_loc.view(len(seq_lens), -1).copy_(
         window(req_to_token, req_pool_indices, seq_lens, topk * num_cols)
     )
@@ -32,14 +39,20 @@ def draft_slots(
 def verify_slots(
     req_pool_indices, req_to_token, start_offset, end_offset, batch_size, draft_token_num, device
 ) -> torch.Tensor:
-    """Where a verify step writes its keys, [R * n]: the platform's `get_speculative_cache_locs_fn`."""
+    """Return the slots [R * n] where a verify step writes its keys.
+
+    It is the platform's `get_speculative_cache_locs_fn`.
+    """
     return window(req_to_token, req_pool_indices, start_offset, draft_token_num).flatten()
 
 
 def write_slots(
     req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, batch_size
 ) -> None:
-    """Newly allocated slots, one request after the other, into the table: tokens from `start_offset` up to `end_offset` of each."""
+    """Write newly allocated slots into the table, one request after the other.
+
+    They belong to the tokens from `start_offset` up to `end_offset` of each request.
+    """
     done = 0
     for request, start, end in zip(
         req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
@@ -49,19 +62,21 @@ def write_slots(
 
 
 def bonus_tokens(accept_tokens, accept_lens, bonus_tokens, accept_stride, batch_size) -> None:
-    """The last accepted token of each request; `accept_lens` counts it."""
-    bonus_tokens.copy_(
-        accept_tokens.view(batch_size, accept_stride).gather(1, accept_lens[:, None].long() - 1)[
-            :, 0
-        ]
-    )
+    """Write the last accepted token of each request; `accept_lens` counts it."""
+    last = accept_lens[:, None].long() - 1  # [R, 1]
+    bonus_tokens.copy_(accept_tokens.view(batch_size, accept_stride).gather(1, last)[:, 0])
 
 
 def best_children(i, topk_p, topk_index, hidden_states, scores, topk):
-    """Level i of the drafts: the `topk` best of all children, with the states of their parents; and (scores, tokens, parents) of the level as
-    `organize_draft_results` gathers them. SGLang's is the same under `torch.compile`, which would need a C++ compiler and half a minute.
+    """Return level i of the drafts: the `topk` best of all children.
 
-    A node's score is its parent's times its own probability. Parents are places among all proposals so far: level 0 is -1, topk of level 1 follow ...
+    The result is (tokens, states of their parents, scores, level). The level is (scores, tokens,
+    parents), as `organize_draft_results` gathers them. A node's score is its parent's times its own
+    probability. Parents are places among all proposals so far: level 0 is -1, then the topk of
+    level 1 follow.
+
+    SGLang's function is the same under `torch.compile`, which needs a C++ compiler and half a
+    minute.
     """
     if i == 0:  # [R, topk] of the last committed token
         return (
@@ -71,9 +86,8 @@ def best_children(i, topk_p, topk_index, hidden_states, scores, topk):
             (topk_p[:, None], topk_index, torch.arange(-1, topk).expand(len(topk_p), -1)),
         )
     requests = len(scores)
-    scores = scores[:, :, None] * topk_p.view(
-        requests, topk, topk
-    )  # [R, topk of parents, topk of children]
+    # [R, topk parents, topk children]
+    scores = scores[:, :, None] * topk_p.view(requests, topk, topk)
     tokens = topk_index.view(requests, topk * topk)
     kept, place = scores.flatten(1).topk(topk)  # [R, topk]
     parents = (place // topk + torch.arange(0, requests * topk, topk)[:, None]).flatten()
@@ -99,10 +113,13 @@ def build_tree(
     num_verify_tokens,
     tree_mask_mode,
 ) -> None:
-    """Who sees whom, at which position, and the links by which verification walks: child, then its next sibling, -1 at the end.
+    """Build the tree of a verify step: its mask, its positions and its links.
 
-    `tree_mask` is QLEN_ONLY: [R, n, n] flattened. Node 0 is the last committed token, node i the (i-1)-th best draft. The draft at place p of all
-    proposals was proposed for parent p // topk, and `parent_list` says at which place that parent itself stands; parent 0 is node 0.
+    The links are those by which verification walks: a node's child, and its next sibling; -1 at the
+    end. `tree_mask` is QLEN_ONLY: [R, n, n] flattened.
+    Node 0 is the last committed token, node i the (i-1)-th best draft. The draft at place p of all
+    proposals was proposed for parent p // topk. `parent_list` has the place of that parent; parent
+    0 is node 0.
     """
     n = num_verify_tokens
     retrieve_index.copy_(torch.arange(retrieve_index.numel()).view_as(retrieve_index))
@@ -113,13 +130,14 @@ def build_tree(
         zip(top_scores_index.tolist(), parent_list.tolist(), strict=True)
     ):
         node_at = {place: i for i, place in enumerate(places, start=1)}
-        child, sibling = [-1] * n, [-1] * n
-        for i in range(
-            n - 1, 0, -1
-        ):  # from the worst draft on, so that the best sibling is met first
+        child = [-1 for _ in range(n)]
+        sibling = [-1 for _ in range(n)]
+        # From the worst draft on, so that the best sibling is met first
+        for i in range(n - 1, 0, -1):
             parent = places[i - 1] // topk and node_at[parents[places[i - 1] // topk]]
-            child[parent], sibling[i] = i, child[parent]
-        for i, place in enumerate(places, start=1):  # parents stand before their children
+            sibling[i] = child[parent]
+            child[parent] = i
+        for i, place in enumerate(places, start=1):  # parents come before their children
             parent = place // topk and node_at[parents[place // topk]]
             see[r, i] |= see[r, parent]
             depth[r, i] = depth[r, parent] + 1
@@ -139,7 +157,10 @@ def verify_greedy(
     target_predict,
     topk=-1,
 ):
-    """From the root on, the child that is the target's own choice; `predicts` holds that choice at every node of the path, the bonus token last."""
+    """Walk from the root to the child that is the target's own choice, as far as there is one.
+
+    `predicts` receives that choice at every node of the path, with the bonus token last.
+    """
     n = candidates.shape[1]
     for r, (drafted, wanted, child, sibling) in enumerate(
         zip(
@@ -150,7 +171,8 @@ def verify_greedy(
             strict=True,
         )
     ):
-        path, node = [0], child[0]
+        path = [0]
+        node = child[0]
         while node != -1 and len(path) < accept_index.shape[1]:
             if drafted[node] == wanted[path[-1]]:
                 path.append(node)
@@ -181,8 +203,11 @@ def verify_sampled(
     threshold_acc=1.0,
     deterministic=True,
 ) -> None:
-    """As `verify_greedy`, with a token drawn from the target's `target_probs` [R, n, V] in the place of its argmax: one coin a node; its children are accepted
-    while the coin is below their probabilities summed up so far (multi-round rejection sampling); where none is, the last token is drawn from what they leave.
+    """Verify as `verify_greedy` does, with tokens drawn from `target_probs` [R, n, V].
+
+    One random number a node decides (multi-round rejection sampling). A child is accepted as soon
+    as the number is below the sum of the children's probabilities so far. If no child is accepted,
+    the last token is drawn from the probability that they leave.
     """
     n = candidates.shape[1]
     for r, (drafted, coins, child, sibling) in enumerate(
@@ -194,24 +219,26 @@ def verify_sampled(
             strict=True,
         )
     ):
-        path, node, tried, mass = [0], child[0], [], 0.0
+        path = [0]
+        node = child[0]
+        tried = []
+        mass = 0.0
         while node != -1 and len(path) < accept_index.shape[1]:
             probability = float(target_probs[r, path[-1], drafted[node]])
             mass += probability
             if coins[path[-1]] <= mass / threshold_acc or probability >= threshold_single:
                 path.append(node)
-                node, tried, mass = child[node], [], 0.0
+                node = child[node]
+                tried = []
+                mass = 0.0
             else:
                 tried.append(drafted[node])
                 node = sibling[node]
         left = target_probs[r, path[-1]].double()
         left[tried] = 0
         left = left.cumsum(0)
-        last = int(
-            torch.searchsorted(
-                left, uniform_samples_for_final_sampling[r].double() * left[-1], right=True
-            ).clamp(max=len(left) - 1)
-        )
+        drawn = uniform_samples_for_final_sampling[r].double() * left[-1]
+        last = int(torch.searchsorted(left, drawn, right=True).clamp(max=len(left) - 1))
         accept_index[r, : len(path)] = torch.tensor(path) + r * n
         accept_token_num[r] = len(path) - 1
         predicts[r * n + torch.tensor(path)] = torch.tensor(
@@ -220,13 +247,13 @@ def verify_sampled(
 
 
 def keep_top_k(probs, top_ks) -> torch.Tensor:
-    """The `top_ks` [N] likeliest of each row of `probs` [N, V], normalised."""
+    """Return the `top_ks` [N] likeliest of each row of `probs` [N, V], normalised."""
     values, ids = probs.topk(min(int(top_ks.max()), probs.shape[1]))
     return _normalised(probs, ids, values.where(torch.arange(values.shape[1]) < top_ks[:, None], 0))
 
 
 def keep_top_p(probs, top_ps) -> torch.Tensor:
-    """The likeliest of each row that together reach `top_ps` [N], normalised."""
+    """Return the likeliest of each row that together reach `top_ps` [N], normalised."""
     values, ids = probs.sort(descending=True)
     return _normalised(probs, ids, values.where(values.cumsum(1) - values < top_ps[:, None], 0))
 
@@ -236,27 +263,33 @@ def _normalised(probs, ids, kept) -> torch.Tensor:
 
 
 def tree_mask_mode():
-    """Masks of a verify step's own tokens only, [R, n, n]: everything before them is seen by all."""
+    """Return the mode whose masks are [R, n, n]: a verify step's own tokens only.
+
+    All of them see everything before.
+    """
     from sglang.kernels.ops.speculative.spec_tree import TreeMaskMode
 
     return TreeMaskMode.QLEN_ONLY
 
 
 def front_slots(num_front, out_cache_loc, front_out_cache_loc) -> None:
-    """The first `num_front[r]` slots of each request's verify window, one request after the other; what remains stays."""
+    """Write the first `num_front[r]` slots of each request's verify window, in their order.
+
+    The rest of the output is unchanged.
+    """
     slots = out_cache_loc.view(len(num_front), -1)
     front = slots[torch.arange(slots.shape[1]) < num_front[:, None]]
     front_out_cache_loc[: len(front)] = front
 
 
 def accepted_slots(accept_index, out_cache_loc, accept_out_cache_loc, size) -> None:
-    """The slots of the accepted nodes, in the same order."""
+    """Write the slots of the accepted nodes, in the same order."""
     slots = out_cache_loc[accept_index[accept_index >= 0].long()]
     accept_out_cache_loc[: len(slots)] = slots
 
 
 class PlainDraftBackends:
-    """In the place of SGLang's `DraftBackendFactory`, which knows no `torch_native`."""
+    """Replace SGLang's `DraftBackendFactory`, which has no `torch_native`."""
 
     def __init__(
         self,
@@ -266,10 +299,12 @@ class PlainDraftBackends:
         seed_dsa_topk_from_draft_extend=False,
         qsa_profile=None,
     ):
-        self.runner, self.topk, self.steps = draft_model_runner, topk, speculative_num_steps
+        self.runner = draft_model_runner
+        self.topk = topk
+        self.steps = speculative_num_steps
 
     def create_decode_backend(self):
-        """None where no draft is fed back: a single level is what draft-extend gives."""
+        """Return None if no draft token is fed back: draft-extend gives a single level."""
         if self.steps <= 1:
             return None
         backend = _named(PlainDraftAttention(self.runner, self.topk, self.steps))
@@ -286,40 +321,54 @@ def _named(backend):
     return backend
 
 
-OPS = {  # the name where it is called -> what stands there instead
+_SPECULATIVE = "sglang.srt.speculative"
+OPS = {  # name in the module that calls it -> what replaces it
     "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": write_slots,
-    "sglang.srt.speculative.eagle_worker_v2.DraftBackendFactory": PlainDraftBackends,
-    "sglang.srt.speculative.eagle_worker_v2.default_tree_mask_mode": tree_mask_mode,
-    "sglang.srt.speculative.eagle_worker_v2.select_top_k_tokens": best_children,
-    "sglang.srt.speculative.eagle_worker_common.assign_draft_cache_locs_contiguous_func": draft_slots,
-    "sglang.srt.speculative.eagle_worker_common.fill_bonus_tokens_func": bonus_tokens,
-    "sglang.srt.speculative.eagle_utils.build_tree_kernel_efficient_func": build_tree,
-    "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func": verify_greedy,
-    "sglang.srt.speculative.eagle_utils.tree_speculative_sampling_target_only": verify_sampled,  # None where SGLang has no kernel, so are the next two
-    "sglang.srt.speculative.eagle_utils.top_k_renorm_prob": keep_top_k,
-    "sglang.srt.speculative.eagle_utils.top_p_renorm_prob": keep_top_p,
-    "sglang.srt.speculative.spec_utils.fill_front_out_cache_loc_func": front_slots,
-    "sglang.srt.speculative.spec_utils.fill_accept_out_cache_loc_func": accepted_slots,
+    f"{_SPECULATIVE}.eagle_worker_v2.DraftBackendFactory": PlainDraftBackends,
+    f"{_SPECULATIVE}.eagle_worker_v2.default_tree_mask_mode": tree_mask_mode,
+    f"{_SPECULATIVE}.eagle_worker_v2.select_top_k_tokens": best_children,
+    f"{_SPECULATIVE}.eagle_worker_common.assign_draft_cache_locs_contiguous_func": draft_slots,
+    f"{_SPECULATIVE}.eagle_worker_common.fill_bonus_tokens_func": bonus_tokens,
+    f"{_SPECULATIVE}.eagle_utils.build_tree_kernel_efficient_func": build_tree,
+    f"{_SPECULATIVE}.eagle_utils.verify_tree_greedy_func": verify_greedy,
+    # The next three are None where SGLang has no kernel.
+    f"{_SPECULATIVE}.eagle_utils.tree_speculative_sampling_target_only": verify_sampled,
+    f"{_SPECULATIVE}.eagle_utils.top_k_renorm_prob": keep_top_k,
+    f"{_SPECULATIVE}.eagle_utils.top_p_renorm_prob": keep_top_p,
+    f"{_SPECULATIVE}.spec_utils.fill_front_out_cache_loc_func": front_slots,
+    f"{_SPECULATIVE}.spec_utils.fill_accept_out_cache_loc_func": accepted_slots,
 }
 
 
 def missing() -> list[str]:
-    """The names of OPS that this SGLang does not have, or whose parameters are others: then nothing may be replaced."""
+    """Return the names of OPS that this SGLang does not have, or with other parameters.
+
+    If there are any, nothing may be replaced.
+    """
     wrong = []
     for name, plain in OPS.items():
         module, _, attribute = name.rpartition(".")
-        there = getattr(importlib.import_module(module), attribute, NotImplemented)
-        if there is NotImplemented or (
-            there not in (None, plain)
-            and list(inspect.signature(there).parameters)
-            != list(inspect.signature(plain).parameters)
-        ):
+        installed = getattr(importlib.import_module(module), attribute, NotImplemented)
+        exists = installed is not NotImplemented
+        if not exists or not _fits(installed, plain):
             wrong.append(name)
     return wrong
 
 
+def _fits(installed, plain) -> bool:
+    """Return whether a function of SGLang has the parameters of ours; None has no parameters."""
+    if installed in (None, plain):
+        return True
+    return list(inspect.signature(installed).parameters) == list(
+        inspect.signature(plain).parameters
+    )
+
+
 def put_in_place() -> None:
-    """Replace what OPS names; RuntimeError, which ends the server, where this SGLang has something else there."""
+    """Replace what OPS names.
+
+    Raise RuntimeError, which ends the server, if this SGLang has something else there.
+    """
     wrong = missing()
     if wrong:
         raise RuntimeError(
@@ -331,7 +380,10 @@ def put_in_place() -> None:
 
 
 def worker_class() -> type:
-    """SGLang's EAGLE worker, with the plain functions in place before it is built. Imported late: it pulls in most of SGLang."""
+    """Return SGLang's EAGLE worker with the plain functions in place before it is built.
+
+    Its modules are imported here, because they import most of SGLang.
+    """
     from sglang.srt.runtime_context import get_spec
     from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 
@@ -339,7 +391,8 @@ def worker_class() -> type:
         def __init__(self, *args, **kwargs):
             if get_spec().speculative_use_rejection_sampling:
                 raise NotImplementedError(
-                    "eyas_cpu: --speculative-use-rejection-sampling has no plain-torch form; leave it out, sampled requests are verified all the same"
+                    "eyas_cpu: --speculative-use-rejection-sampling has no plain-torch form;"
+                    " leave it out, sampled requests are verified all the same"
                 )
             put_in_place()
             super().__init__(*args, **kwargs)

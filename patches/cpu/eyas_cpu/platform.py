@@ -1,4 +1,4 @@
-"""The platform class that SGLang loads in each of its processes."""
+"""Define the platform class that SGLang loads in each of its processes."""
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
@@ -6,7 +6,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 
 class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """A CPU seen as an out-of-tree device, so that no in-tree CPU kernel package is asked for."""
+    """Present a CPU as an out-of-tree device, so that SGLang asks for no CPU kernel package."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
@@ -48,7 +48,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         use_in(model)
 
     def init_backend(self) -> None:
-        """Called in each worker, before a model runner chooses its attention."""
+        """Register our attention in each worker, before a model runner chooses one."""
         from sglang.srt.layers.attention import attention_registry
 
         attention_registry.ATTENTION_BACKENDS["torch_native"] = _plain_attention

@@ -1,10 +1,10 @@
-"""The KV cache on the plain CPU: SGLang's own pool, whose rows move by indexing and not by a Triton kernel."""
+"""Hold the KV cache on the plain CPU: SGLang's own pool without its Triton kernel."""
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, move_kv_cache_native
 
 
 class PlainKVPool(MHATokenToKVPool):
-    """Rows move where a tree's accepted path is brought to the front of its window."""
+    """Move rows by indexing, to bring a tree's accepted path to the front of its window."""
 
     def _init_kv_copy_and_warmup(self):
         self._kv_copy_config = None

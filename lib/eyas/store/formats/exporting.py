@@ -1,4 +1,7 @@
-"""Export a store to other projects' files. `python -m eyas store export --to FORMAT --out FOLDER`"""
+"""Export a store to other projects' files.
+
+python -m eyas data export --to FORMAT --out FOLDER
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,16 +17,30 @@ from eyas.store.formats.speculators import write_speculators
 from eyas.store.formats.speculators_v1 import write_speculators_v1
 from eyas.store.reader import Store
 
+WRITERS = {
+    "speculators-v1": write_speculators_v1,
+    "speculators": write_speculators,
+    "specforge": write_specforge,
+}
+
 
 def export_store(
     store: Store, name: str, folder: Path, boundaries: tuple[int, ...], split: str | None = None
 ) -> str:
-    """Write the extracted samples (of one split) as files of another project into an empty folder; gives a line that says what was written.
+    """Write the extracted samples (of one split) as files of another project.
 
-    Samples are numbered in index order; those of an import keep the numbers that they came with, except for `speculators`, whose rows have no gaps.
-    The states keep their dtype, fp8 goes out as bfloat16. For `specforge` a last state before the norm is normed in float32 and rounded to its dtype.
+    Return a summary in one line.
+
+    - The folder must be empty or absent.
+    - Samples are numbered in the order of the index. Those of an import keep their numbers, except
+      for `speculators`, whose rows have no gaps.
+    - States keep their dtype; fp8 is written as bfloat16. For `specforge`, a last state before the
+      norm is normed in float32 and rounded to its dtype.
+
+    Raise EyasError if the store cannot be written in this format or the disk is too small.
     """
-    format, folder = FORMATS[name], Path(folder).expanduser()
+    format = FORMATS[name]
+    folder = Path(folder).expanduser()
     missing = [b for b in boundaries if b not in store.boundaries[:-1]]
     if missing:
         raise EyasError(
@@ -34,7 +51,8 @@ def export_store(
     last_state = store.manifest.get("last_state", PRE)
     if last_state == POST and format.norm == PRE:
         raise EyasError(
-            f"the store's last states are {POST}, files of {name} hold them {PRE}, and the norm can't be undone",
+            f"the store's last states are {POST}, files of {name} hold them {PRE},"
+            " and the norm can't be undone",
             "a format with states after the norm",
             "--to specforge",
         )
@@ -52,37 +70,33 @@ def export_store(
             "python -m eyas extract",
         )
     tokens = int(store.index.set_index("id").loc[ids, "length"].sum())
-    row_bytes = (len(boundaries) + 1) * store.manifest["hidden_size"] * max(
-        getattr(torch, store.manifest["dtype"]).itemsize, 2
-    ) + 16
+    itemsize = max(getattr(torch, store.manifest["dtype"]).itemsize, 2)  # fp8 becomes bfloat16
+    row_bytes = (len(boundaries) + 1) * store.manifest["hidden_size"] * itemsize + 16
     need_room(folder, tokens * row_bytes, "--out FOLDER on a larger disk")
     folder.mkdir(parents=True, exist_ok=True)
     with Progress(len(ids)) as progress:
-        {
-            "speculators-v1": write_speculators_v1,
-            "speculators": write_speculators,
-            "specforge": write_specforge,
-        }[name](folder, _outgoing(store, ids, boundaries, name, progress), store, boundaries)
+        samples = _outgoing(store, ids, boundaries, name, progress)
+        WRITERS[name](folder, samples, store, boundaries)
     layers = [b - format.id_is_boundary_minus for b in boundaries]
-    return f"{len(ids)} samples, {tokens:,} tokens, {bytes_text(tokens * row_bytes)} for {name}; boundaries {list(boundaries)} are its layer ids {layers}"
+    return (
+        f"{len(ids)} samples, {tokens:,} tokens, {bytes_text(tokens * row_bytes)} for {name};"
+        f" boundaries {list(boundaries)} are its layer ids {layers}"
+    )
 
 
 def _outgoing(
     store: Store, ids: list[str], boundaries: tuple[int, ...], name: str, progress: Progress
 ) -> Iterator[Sample]:
-    """The samples as the format has them: last state before or after the norm, ids and mask int64."""
+    """Yield the samples as the format has them: last state with or without norm, ids int64."""
     norming = FORMATS[name].norm == POST and store.manifest.get("last_state", PRE) == PRE
     head = store.head() if norming else None
-    own_numbers = store.manifest["engine"]["name"] in FORMATS and name != "speculators"
+    keeps_numbers = store.manifest["engine"]["name"] in FORMATS and name != "speculators"
     for place, id in enumerate(ids):
-        found = store.read(id, (*boundaries, store.boundaries[-1]))
-        states = list(found["states"].values())  # [T, H] each
+        sample = store.read(id, (*boundaries, store.boundaries[-1]))
+        states = list(sample["states"].values())  # [T, H] each
         if head is not None:
             states[-1] = head.normed(states[-1]).to(states[-1].dtype)
-        yield Sample(
-            int(id.rsplit("-", 1)[1]) if own_numbers else place,
-            found["input_ids"],
-            found["loss_mask"].long(),
-            states,
-        )
-        progress.update(samples=1, tok=len(found["input_ids"]), bytes=sum(t.nbytes for t in states))
+        number = int(id.rsplit("-", 1)[1]) if keeps_numbers else place
+        yield Sample(number, sample["input_ids"], sample["loss_mask"].long(), states)
+        n_bytes = sum(t.nbytes for t in states)
+        progress.update(samples=1, tok=len(sample["input_ids"]), bytes=n_bytes)

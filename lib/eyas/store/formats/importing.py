@@ -1,4 +1,7 @@
-"""Import other projects' hidden states into a store. `python -m eyas store import --from FORMAT FOLDER`"""
+"""Import other projects' hidden states into a store.
+
+python -m eyas data import --from FORMAT FOLDER
+"""
 
 import time
 from dataclasses import dataclass
@@ -9,7 +12,7 @@ import torch
 from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.files import sha256_json
-from eyas.models.boundaries import drafter_boundaries
+from eyas.models.boundaries import Boundaries, drafter_boundaries
 from eyas.models.target import Target
 from eyas.progress import Progress, bytes_text
 from eyas.prompts.chat_template import template_hash, tokenizer_hash
@@ -20,33 +23,36 @@ from eyas.store.reader import Planned, Rows, Store, token_bytes
 from eyas.store.summary import write_data_config
 from eyas.store.writer import StoreWriter
 
-CHECK_SAMPLES = 4  # samples that the check of the norm convention looks at
+CHECK_SAMPLES = 4  # samples of which the norm convention is checked
+LISTED = 20  # failed samples that the summary names
 
 
 def _unfit(sample: Sample, vocab_size: int) -> str:
-    """Why a sample of the right shapes is of no use, or nothing."""
-    ids, mask = sample.input_ids, sample.loss_mask
+    """Return why a sample of the right shapes cannot be used; empty if it can."""
+    ids = sample.input_ids
+    mask = sample.loss_mask
     if not len(ids):
         return "no token"
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        return f"token id {int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())} is outside the target's vocabulary of {vocab_size}"
+    largest = int(ids.max())
+    if int(ids.min()) < 0 or largest >= vocab_size:
+        outside = largest if largest >= vocab_size else int(ids.min())
+        return f"token id {outside} is outside the target's vocabulary of {vocab_size}"
     if not bool(((mask == 0) | (mask == 1)).all()):
         return "the loss mask holds other values than 0 and 1"
     if not bool(mask.any()):
         return "its loss mask is zero everywhere"
-    return next(
-        (
-            f"state {n} of {len(sample.states)} holds NaN or Inf"
-            for n, t in enumerate(sample.states, 1)
-            if not bool(torch.isfinite(t).all())
-        ),
-        "",
-    )
+    for n, states in enumerate(sample.states, 1):
+        if not bool(torch.isfinite(states).all()):
+            return f"state {n} of {len(sample.states)} holds NaN or Inf"
+    return ""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """asked = imported + skipped (there already) + failed, which has the reason of each id."""
+    """Hold the result of an import: asked = imported + skipped (already there) + failed.
+
+    failed: {id of a sample: why}.
+    """
 
     store: Store
     imported: int
@@ -55,14 +61,22 @@ class Imported:
 
     def __str__(self) -> str:
         index = self.store.index
-        why = "".join(f"\n  {id}: {reason}" for id, reason in list(self.failed.items())[:20])
-        more = f"\n  ... and {len(self.failed) - 20} more" if len(self.failed) > 20 else ""
-        heldout = len(self.store.samples("heldout"))
-        return (
-            f"asked {len(index)} = imported {self.imported} + skipped {len(index) - self.imported - len(self.failed)} (already there) + failed {len(self.failed)}{why}{more}\n"
-            f"store: {len(self.store.samples())} samples ({heldout} held out), {int(index['length'].sum()):,} tokens, {bytes_text(self.store.n_bytes)}; "
-            f"last states {self.store.manifest['last_state']}: {self.check}"
+        n_failed = len(self.failed)
+        skipped = len(index) - self.imported - n_failed
+        lines = [
+            f"asked {len(index)} = imported {self.imported} + skipped {skipped} (already there)"
+            f" + failed {n_failed}"
+        ]
+        lines += [f"  {id}: {reason}" for id, reason in list(self.failed.items())[:LISTED]]
+        if n_failed > LISTED:
+            lines.append(f"  ... and {n_failed - LISTED} more")
+        lines.append(
+            f"store: {len(self.store.samples())} samples"
+            f" ({len(self.store.samples('heldout'))} held out),"
+            f" {int(index['length'].sum()):,} tokens, {bytes_text(self.store.n_bytes)};"
+            f" last states {self.store.manifest['last_state']}: {self.check}"
         )
+        return "\n".join(lines)
 
 
 def import_store(
@@ -73,100 +87,56 @@ def import_store(
     norm: str | None = None,
     heldout_every: int = 20,
 ) -> Imported:
-    """A store of the run from the files of another project; started again after a kill it goes on.
+    """Make a store of the run from the files of another project. After a kill it resumes.
 
-    Boundaries are the profile's, ascending, as the files have them, and boundary N is the last state. Of the samples in the order of their
-    numbers the first of every `heldout_every` is held out (0: none). `norm` (pre, post): what the last states are, where the files are not what their
-    format says. EyasError for files that are torn, of other shapes or not of this target, before anything is written; a sample whose
-    values are unfit (NaN, ids outside the vocabulary, a mask that selects nothing) is marked as failed.
+    The profile's boundaries, ascending, name the states of the files; the last state is boundary N.
+    Of the samples in the order of their numbers, the first of every `heldout_every` is held out (0:
+    none). `norm` ("pre" or "post") says what the last states are, if they are not what the format
+    defines.
+
+    Raise EyasError, before anything is written, if files are torn, of other shapes or not of this
+    target. A sample with unusable values (NaN, ids outside the vocabulary, a mask that selects
+    nothing) is marked as failed.
     """
     started_s = time.monotonic()
     source = Path(source).expanduser()
-    if not source.is_dir():
-        raise EyasError(
-            f"no folder {str(source)!r}",
-            "a folder of hidden states",
-            "python -m eyas store import --help",
-        )
-    if heldout_every < 0:
-        raise EyasError(
-            f"--heldout-every {heldout_every}",
-            "1 or more, or 0 for none",
-            "python -m eyas store import --help",
-        )
-    boundaries = drafter_boundaries(config, target.n_blocks)
-    if boundaries.feeding[-1] >= boundaries.last:
-        raise EyasError(
-            f"boundaries {list(boundaries.feeding)}",
-            f"boundaries below {target.n_blocks}, which is the last state",
-            "-p boundaries '[...]'",
-        )
-    said = FORMATS[name].said_boundaries(source)
-    if said is not None and said != boundaries.with_last:
-        fits = said[-1] == target.n_blocks
-        raise EyasError(
-            f"the files hold boundaries {list(said)}",
-            f"{list(boundaries.with_last)}",
-            f"-p boundaries '{list(said[:-1])}'" if fits else "-p target FOLDER",
-        )
+    boundaries = _checked_boundaries(config, target, name, source, heldout_every)
     reader = FORMATS[name](source, len(boundaries.with_last), target.hidden_size)
     if not reader.numbers:
         raise EyasError(
             f"{source.name!r} holds no file of {name}",
             "a folder of this format",
-            "python -m eyas store import --help",
+            "python -m eyas data import --help",
         )
     lengths, dtype = _lengths(reader)
     head = target.head()
-    few = [
-        reader.read(number)
-        for number in sorted(
-            {
-                reader.numbers[i * (len(reader.numbers) - 1) // (CHECK_SAMPLES - 1)]
-                for i in range(CHECK_SAMPLES)
-            }
-        )
+    usable = [
+        sample for sample in _samples_to_check(reader) if not _unfit(sample, target.vocab_size)
     ]
-    check = check_norm(head, [sample for sample in few if not _unfit(sample, target.vocab_size)])
+    check = check_norm(head, usable)
     last_state = decide_norm(name, reader.norm, norm, check)
-    manifest = _manifest(
-        config,
-        target,
-        name,
-        reader,
-        lengths,
-        "float8_e4m3fn" if config.store_fp8 else dtype,
-        last_state,
-        heldout_every,
-    )
-    need = sum(lengths.values()) * token_bytes(
-        len(manifest["boundaries"]), target.hidden_size, manifest["dtype"]
-    )
-    there = sum(
-        path.stat().st_size for path in (config.store_dir / "shards").glob("*.safetensors")
-    )  # of an import that was killed
-    need_room(config.store_dir, max(need - there, 0), "set EYAS_DATA to a larger disk")
+    if config.store_fp8:
+        dtype = "float8_e4m3fn"
+    manifest = _manifest(config, target, name, reader, lengths, dtype, last_state, heldout_every)
+    _check_disk(config, manifest, sum(lengths.values()))
     numbers = sorted({*lengths, *reader.missing})
-    ids = {number: f"{name}-{number:06d}" for number in numbers}
-    planned = [
-        Planned(
-            ids[n],
-            "heldout" if heldout_every and place % heldout_every == 0 else "train",
+    planned = {}
+    for place, number in enumerate(numbers):
+        is_heldout = heldout_every and place % heldout_every == 0
+        planned[number] = Planned(
+            f"{name}-{number:06d}",
+            "heldout" if is_heldout else "train",
             "imported",
-            lengths.get(n, 0),
+            lengths.get(number, 0),
         )
-        for place, n in enumerate(numbers)
-    ]
-    by_id = dict(zip(ids.values(), planned))
-    writer, counts = (
-        StoreWriter(config.store_dir, manifest, head, config.shard_mib * 2**20),
-        {"samples": 0, "tok": 0},
-    )
+    n_samples = 0
+    n_tok = 0
+    writer = StoreWriter(config.store_dir, manifest, head, config.shard_mib * 2**20)
     try:
-        todo = set(writer.plan(planned))
+        todo = set(writer.plan(list(planned.values())))
         with Progress(len(todo)) as progress:
             for number in numbers:
-                id = ids[number]
+                id = planned[number].id
                 if id not in todo:
                     continue
                 sample = reader.read(number) if number in lengths else None
@@ -175,51 +145,98 @@ def import_store(
                     writer.fail(id, reason)
                     progress.update(errors=1)
                     continue
-                states = {
-                    b: rows.contiguous() for b, rows in zip(manifest["boundaries"], sample.states)
-                }
-                writer.add(
-                    Rows(
-                        id,
-                        by_id[id].split,
-                        "imported",
-                        sample.input_ids.long(),
-                        sample.loss_mask.bool(),
-                        states,
-                    )
-                )
-                counts = {
-                    "samples": counts["samples"] + 1,
-                    "tok": counts["tok"] + len(sample.input_ids),
-                }
+                writer.add(_rows(planned[number], sample, manifest["boundaries"]))
+                n_samples += 1
+                n_tok += len(sample.input_ids)
                 progress.update(samples=1, tok=len(sample.input_ids), bytes=sample.n_bytes)
         writer.flush()
     finally:
         writer.release()
-    store, seconds = Store.open(config.store_dir), time.monotonic() - started_s
-    write_data_config(
-        store,
-        {
-            "seconds": seconds,
-            "samples_per_s": counts["samples"] / seconds,
-            "tok_per_s": counts["tok"] / seconds,
-        },
-    )
+    store = Store.open(config.store_dir)
+    seconds = time.monotonic() - started_s
+    rates = {"samples_per_s": n_samples / seconds, "tok_per_s": n_tok / seconds}
+    write_data_config(store, {"seconds": seconds} | rates)
     bad = store.index[store.index["state"] != "extracted"]
-    return Imported(store, counts["samples"], dict(zip(bad["id"], bad["reason"])), check)
+    return Imported(store, n_samples, dict(zip(bad["id"], bad["reason"])), check)
+
+
+def _checked_boundaries(
+    config: Config, target: Target, name: str, source: Path, heldout_every: int
+) -> Boundaries:
+    """Return the run's boundaries. Raise EyasError if these or another argument do not fit."""
+    if not source.is_dir():
+        raise EyasError(
+            f"no folder {str(source)!r}",
+            "a folder of hidden states",
+            "python -m eyas data import --help",
+        )
+    if heldout_every < 0:
+        raise EyasError(
+            f"--heldout-every {heldout_every}",
+            "1 or more, or 0 for none",
+            "python -m eyas data import --help",
+        )
+    boundaries = drafter_boundaries(config, target.n_blocks)
+    if boundaries.feeding[-1] >= boundaries.last:
+        raise EyasError(
+            f"boundaries {list(boundaries.feeding)}",
+            f"boundaries below {target.n_blocks}, which is the last state",
+            "-p boundaries '[...]'",
+        )
+    in_files = FORMATS[name].said_boundaries(source)
+    if in_files is not None and in_files != boundaries.with_last:
+        command = "-p target FOLDER"
+        if in_files[-1] == target.n_blocks:
+            command = f"-p boundaries '{list(in_files[:-1])}'"
+        raise EyasError(
+            f"the files hold boundaries {list(in_files)}", f"{list(boundaries.with_last)}", command
+        )
+    return boundaries
+
+
+def _samples_to_check(reader) -> list[Sample]:
+    """Read at most CHECK_SAMPLES samples, evenly spread over the files."""
+    last = len(reader.numbers) - 1
+    places = {i * last // (CHECK_SAMPLES - 1) for i in range(CHECK_SAMPLES)}
+    return [reader.read(reader.numbers[place]) for place in sorted(places)]
+
+
+def _check_disk(config: Config, manifest: dict, n_tok: int) -> None:
+    """Raise EyasError if the disk is too small for what is not imported yet."""
+    tok_bytes = token_bytes(len(manifest["boundaries"]), manifest["hidden_size"], manifest["dtype"])
+    shards = (config.store_dir / "shards").glob("*.safetensors")  # of an import that was killed
+    written = sum(path.stat().st_size for path in shards)
+    missing = max(n_tok * tok_bytes - written, 0)
+    need_room(config.store_dir, missing, "set EYAS_DATA to a larger disk")
+
+
+def _rows(planned: Planned, sample: Sample, boundaries: list[int]) -> Rows:
+    """Return a foreign sample as the store takes it."""
+    return Rows(
+        planned.id,
+        planned.split,
+        "imported",
+        sample.input_ids.long(),
+        sample.loss_mask.bool(),
+        {b: rows.contiguous() for b, rows in zip(boundaries, sample.states)},
+    )
 
 
 def _lengths(reader) -> tuple[dict[int, int], str]:
-    """(number -> tokens, dtype of the states), from every file, whose shapes are checked on the way."""
-    lengths, dtypes = {}, {}
+    """Return {number: tokens} and the dtype of the states; check the shapes of every file.
+
+    Raise EyasError if the files have different dtypes.
+    """
+    lengths = {}
+    dtypes = {}  # dtype -> the first file that has it
     for number in reader.numbers:
         sample = reader.open(number)
         lengths[number] = len(sample.input_ids)
         dtypes.setdefault(sample.states[0].dtype, reader.paths[number].name)
     if len(dtypes) > 1:
+        examples = ", ".join(f"{name} {dtype}" for dtype, name in dtypes.items())
         raise EyasError(
-            "the files hold states of different dtypes: "
-            + ", ".join(f"{name} {dtype}" for dtype, name in dtypes.items()),
+            f"the files hold states of different dtypes: {examples}",
             "one dtype",
             "import them apart",
         )
@@ -237,7 +254,7 @@ def _manifest(
     last_state: str,
     heldout_every: int,
 ) -> dict:
-    """The fields of an extraction's manifest; what an import doesn't know is None."""
+    """Return the fields of an extraction's manifest; what an import does not know is None."""
     tokenizer = target.tokenizer()
     files = sorted((path.name, path.stat().st_size) for path in reader.paths.values())
     return {

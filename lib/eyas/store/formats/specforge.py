@@ -1,4 +1,4 @@
-"""SpecForge: rows_{g}-{g+2000}/data_{i}.ckpt, also as .ckpt.gz."""
+"""Read and write SpecForge's files: rows_{g}-{g+2000}/data_{i}.ckpt, also as .ckpt.gz."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,36 +16,43 @@ from eyas.store.formats.common import (
 )
 from eyas.store.reader import Store
 
-ROWS_OF_A_FOLDER = 2000  # SpecForge's
+ROWS_OF_A_FOLDER = 2000  # as SpecForge has it
 
 
 class SpecForge:
-    norm, id_is_boundary_minus = POST, 1
+    """Read a folder of SpecForge's files."""
+
+    norm = POST
+    id_is_boundary_minus = 1
 
     def __init__(self, source: Path, n_states: int, hidden_size: int):
-        self.n_states, self.hidden_size = n_states, hidden_size
+        self.n_states = n_states
+        self.hidden_size = hidden_size
         self.paths = numbered(
             source,
             [*source.glob("data_*.ckpt*"), *source.glob("*/data_*.ckpt*")],
             r"data_(\d+)\.ckpt(?:\.gz)?",
         )
-        self.numbers, self.missing = list(self.paths), []
+        self.numbers = list(self.paths)
+        self.missing: list[int] = []
 
     @classmethod
     def said_boundaries(cls, source: Path) -> None:
-        """Nothing in the files says which layers they are."""
+        """Return None: the files do not name their layers."""
 
     def open(self, number: int) -> Sample:
+        """Map a file and return its sample. Raise EyasError if it is torn or of other shapes."""
         path = self.paths[number]
-        found = unpickled(path, ("input_ids", "loss_mask", "hidden_state", "aux_hidden_state"))
-        last, aux = (without_batch(found[name]) for name in ("hidden_state", "aux_hidden_state"))
+        content = unpickled(path, ("input_ids", "loss_mask", "hidden_state", "aux_hidden_state"))
+        last = without_batch(content["hidden_state"])
+        aux = without_batch(content["aux_hidden_state"])  # [T, n*H]
         whole = (
             isinstance(aux, torch.Tensor) and aux.ndim == 2 and aux.shape[1] % self.hidden_size == 0
         )
         states = [*(aux.split(self.hidden_size, dim=1) if whole else [aux]), last]
         return checked(
             path.name,
-            Sample(number, found["input_ids"], found["loss_mask"], states),
+            Sample(number, content["input_ids"], content["loss_mask"], states),
             self.n_states,
             self.hidden_size,
         )
@@ -56,6 +63,7 @@ class SpecForge:
 def write_specforge(
     folder: Path, samples: Iterator[Sample], store: Store, boundaries: tuple[int, ...]
 ) -> None:
+    """Write the samples as SpecForge's files."""
     for sample in samples:
         first = sample.number // ROWS_OF_A_FOLDER * ROWS_OF_A_FOLDER
         torch_save(

@@ -1,4 +1,7 @@
-"""speculators >= 0.5: hidden_states/hs_{i}.safetensors and an Arrow data set."""
+"""Read and write the files of speculators >= 0.5.
+
+They are hidden_states/hs_{i}.safetensors and an Arrow data set.
+"""
 
 import bisect
 import json
@@ -18,26 +21,24 @@ FP8_SCALES = "hidden_states_scales"
 
 
 class Speculators:
-    norm, id_is_boundary_minus = PRE, 0
+    """Read a folder of these files. Row i of the Arrow data set belongs to hs_{i}.
+
+    missing: numbers of the rows without a file.
+    """
+
+    norm = PRE
+    id_is_boundary_minus = 0
 
     def __init__(self, source: Path, n_states: int, hidden_size: int):
-        """Row i of the Arrow data set belongs to hs_{i}; a row without a file is in `missing`."""
-        self.n_states, self.hidden_size = n_states, hidden_size
+        self.n_states = n_states
+        self.hidden_size = hidden_size
         self.paths = numbered(
             source, (source / "hidden_states").glob("hs_*.safetensors"), r"hs_(\d+)\.safetensors"
         )
-        self.starts, self.batches, rows = (
-            [],
-            [],
-            0,
-        )  # first row of a batch, the batch, memory-mapped
-        state = read_described(source, source / "state.json")
-        entries = state.get("_data_files")
-        for name in (
-            [str(entry.get("filename")) if isinstance(entry, dict) else "" for entry in entries]
-            if isinstance(entries, list)
-            else [""]
-        ):
+        self.starts: list[int] = []  # first row of each batch
+        self.batches: list[pa.RecordBatch] = []  # memory-mapped
+        rows = 0
+        for name in _data_files(read_described(source, source / "state.json")):
             if not name or Path(name).name != name:
                 raise EyasError(
                     f"state.json names the data file {name!r}",
@@ -55,29 +56,30 @@ class Speculators:
                 "a row for each file",
                 "remove it, or save the data set again",
             )
-        self.numbers, self.missing = (
-            list(self.paths),
-            [number for number in range(rows) if number not in self.paths],
-        )
+        self.numbers = list(self.paths)
+        self.missing = [number for number in range(rows) if number not in self.paths]
 
     @classmethod
     def said_boundaries(cls, source: Path) -> None:
-        """Nothing in the files says which layers they are."""
+        """Return None: the files do not name their layers."""
 
     def _row(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """input_ids [T] and loss_mask [T] of a row."""
+        """Return input_ids [T] and loss_mask [T] of a row."""
         place = bisect.bisect_right(self.starts, number) - 1
-        batch, row = self.batches[place], number - self.starts[place]
-        return tuple(
-            torch.tensor(batch.column(name)[row].values.to_numpy(zero_copy_only=False))
-            for name in ("input_ids", "loss_mask")
-        )
+        batch = self.batches[place]
+        row = number - self.starts[place]
+
+        def column(name: str) -> torch.Tensor:
+            return torch.tensor(batch.column(name)[row].values.to_numpy(zero_copy_only=False))
+
+        return column("input_ids"), column("loss_mask")
 
     def open(self, number: int) -> Sample:
-        """States in the dtype of the file."""
+        """Map a file and return its sample, with states in the dtype of the file."""
         return self._open(number)[0]
 
     def _open(self, number: int) -> tuple[Sample, torch.Tensor | None]:
+        """Return the sample of a file, and its fp8 scales if it has them."""
         path = self.paths[number]
         try:
             with safe_open(path, framework="pt") as file:
@@ -88,22 +90,26 @@ class Speculators:
                         "hidden_states and token_ids",
                         "make this file again",
                     )
-                found = {name: file.get_tensor(name) for name in file.keys()}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
         except (SafetensorError, OSError) as error:
             raise torn(path, error) from None
         ids, mask = self._row(number)
-        if not torch.equal(found["token_ids"], ids.to(found["token_ids"].dtype)):
+        if not torch.equal(tensors["token_ids"], ids.to(tensors["token_ids"].dtype)):
             raise EyasError(
                 f"{path.name} holds other token ids than row {number} of the data set",
                 "the same",
                 "make this file again",
             )
-        states = found["hidden_states"]  # [T, n_states, H]
+        states = tensors["hidden_states"]  # [T, n_states, H]
         sample = Sample(number, ids, mask, list(states.unbind(1)) if states.ndim == 3 else [states])
-        return checked(path.name, sample, self.n_states, self.hidden_size), found.get(FP8_SCALES)
+        return checked(path.name, sample, self.n_states, self.hidden_size), tensors.get(FP8_SCALES)
 
     def read(self, number: int) -> Sample:
-        """fp8 states (one float32 scale per token over all layers) come back in bfloat16, by the arithmetic of speculators' own reader."""
+        """Read a sample. fp8 states are returned in bfloat16.
+
+        They have one float32 scale a token over all layers; the arithmetic is that of speculators'
+        own reader.
+        """
         sample, scales = self._open(number)
         if sample.states[0].dtype != torch.float8_e4m3fn:
             return sample
@@ -122,7 +128,16 @@ class Speculators:
         )
 
 
+def _data_files(state: dict) -> list[str]:
+    """Return the names of the data files; a missing or malformed one has an empty name."""
+    entries = state.get("_data_files")
+    if not isinstance(entries, list):
+        return [""]
+    return [str(e.get("filename")) if isinstance(e, dict) else "" for e in entries]
+
+
 def _arrow(source: Path, path: Path) -> list[pa.RecordBatch]:
+    """Return the batches of an Arrow file. Raise EyasError if it is torn or lacks a column."""
     try:
         with pa.ipc.open_stream(pa.memory_map(str(inside(source, path)))) as reader:
             batches = [batch for batch in reader if len(batch)]
@@ -150,7 +165,10 @@ def _arrow(source: Path, path: Path) -> list[pa.RecordBatch]:
 def write_speculators(
     folder: Path, samples: Iterator[Sample], store: Store, boundaries: tuple[int, ...]
 ) -> None:
-    """What `datasets.save_to_disk` writes is an Arrow stream and two JSON files that name its columns."""
+    """Write the samples, and the data set as `datasets.save_to_disk` does.
+
+    A data set is an Arrow stream and two JSON files that name its columns.
+    """
     features = {
         name: {"feature": {"dtype": "int64", "_type": "Value"}, "_type": "Sequence"}
         for name in ("input_ids", "loss_mask")

@@ -1,4 +1,7 @@
-"""speculators 0.3 and 0.4: data_{i}.pt, sample_lengths.json, data_config.json."""
+"""Read and write the files of speculators 0.3 and 0.4.
+
+They are data_{i}.pt, sample_lengths.json and data_config.json.
+"""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -23,52 +26,50 @@ from eyas.store.reader import Store
 
 
 class SpeculatorsV1:
-    norm, id_is_boundary_minus = PRE, 1
+    """Read a folder of these files."""
+
+    norm = PRE
+    id_is_boundary_minus = 1
 
     def __init__(self, source: Path, n_states: int, hidden_size: int):
-        self.n_states, self.hidden_size = n_states, hidden_size
+        self.n_states = n_states
+        self.hidden_size = hidden_size
         self.paths = numbered(source, source.glob("data_*.pt"), r"data_(\d+)\.pt")
         self.numbers = list(self.paths)
-        self.lengths = (
-            {
-                int(n): tok
-                for n, tok in read_described(source, source / LENGTHS).items()
-                if n.isdecimal()
-            }
-            if (source / LENGTHS).is_file()
-            else {}
-        )
+        self.lengths: dict[int, int] = {}
+        if (source / LENGTHS).is_file():
+            lengths = read_described(source, source / LENGTHS)
+            self.lengths = {int(n): tok for n, tok in lengths.items() if n.isdecimal()}
         self.missing = sorted(set(self.lengths) - set(self.paths))
 
     @classmethod
     def said_boundaries(cls, source: Path) -> tuple[int, ...] | None:
-        """The boundaries that data_config.json names, the last one included."""
-        config = (
-            read_described(source, source / "data_config.json")
-            if (source / "data_config.json").is_file()
-            else {}
-        )
+        """Return the boundaries that data_config.json names, with the last one; None if none."""
+        path = source / "data_config.json"
+        config = read_described(source, path) if path.is_file() else {}
         block = config.get("hidden_states")
         ids = block.get("layer_ids") if isinstance(block, dict) else None
-        return (
-            tuple(x + cls.id_is_boundary_minus for x in ids)
-            if isinstance(ids, list) and ids and all(isinstance(x, int) for x in ids)
-            else None
-        )
+        if not isinstance(ids, list) or not ids or not all(isinstance(x, int) for x in ids):
+            return None
+        return tuple(x + cls.id_is_boundary_minus for x in ids)
 
     def open(self, number: int) -> Sample:
+        """Map a file and return its sample. Raise EyasError if it is torn or of other shapes."""
         path = self.paths[number]
-        found = unpickled(path, ("input_ids", "hidden_states", "loss_mask"))
-        states = found["hidden_states"] if isinstance(found["hidden_states"], (list, tuple)) else []
+        content = unpickled(path, ("input_ids", "hidden_states", "loss_mask"))
+        states = content["hidden_states"]
+        if not isinstance(states, (list, tuple)):
+            states = []
         sample = checked(
             path.name,
-            Sample(number, found["input_ids"], found["loss_mask"], list(states)),
+            Sample(number, content["input_ids"], content["loss_mask"], list(states)),
             self.n_states,
             self.hidden_size,
         )
         if self.lengths.get(number, len(sample.input_ids)) != len(sample.input_ids):
             raise EyasError(
-                f"{path.name} holds {len(sample.input_ids)} tokens, {LENGTHS} says {self.lengths[number]}",
+                f"{path.name} holds {len(sample.input_ids)} tokens,"
+                f" {LENGTHS} says {self.lengths[number]}",
                 "files of one run",
                 "make this file again",
             )
@@ -80,6 +81,7 @@ class SpeculatorsV1:
 def write_speculators_v1(
     folder: Path, samples: Iterator[Sample], store: Store, boundaries: tuple[int, ...]
 ) -> None:
+    """Write the samples as files of speculators 0.3 and 0.4."""
     lengths = {}
     for sample in samples:
         torch_save(
@@ -92,7 +94,11 @@ def write_speculators_v1(
         )
         lengths[str(sample.number)] = len(sample.input_ids)
     write_json(folder / "sample_lengths.json", lengths)
-    manifest, width = store.manifest, store.manifest["hidden_size"]
+    manifest = store.manifest
+    width = manifest["hidden_size"]
+    last = store.boundaries[-1]
+    layer_ids = [b - SpeculatorsV1.id_is_boundary_minus for b in (*boundaries, last)]
+    description = "outputs of these decoder layers; the last one before the final norm"
     write_json(
         folder / "data_config.json",
         {
@@ -100,7 +106,7 @@ def write_speculators_v1(
             "generated_at": datetime.now(UTC).isoformat(),
             "speculators_version": None,
             "reproducibility": {
-                "command": f"eyas {__version__}: store export",
+                "command": f"eyas {__version__}: data export",
                 "gpu": None,
                 "package_versions": {
                     "torch": torch.__version__,
@@ -125,11 +131,8 @@ def write_speculators_v1(
                 "chat_template_note": "the tokenizer's own chat template",
             },
             "hidden_states": {
-                "layer_ids": [
-                    b - SpeculatorsV1.id_is_boundary_minus
-                    for b in (*boundaries, store.boundaries[-1])
-                ],
-                "description": "outputs of these decoder layers; the last one before the final norm",
+                "layer_ids": layer_ids,
+                "description": description,
             },
             "generation": {"cache_dir": None},
             "format": {
