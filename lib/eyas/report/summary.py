@@ -1,8 +1,8 @@
 """Say in words and numbers what a run's run.json holds.
 
-The index uses it, the comparison of two runs, and `python -m eyas report summary RUN`. A run.json of an
-older version lacks fields, and that of a run that still runs or failed has no headline. What is
-missing is left out.
+The index uses it, the comparison of two runs, and `python -m eyas report summary RUN`. A run.json
+of an older version lacks fields, and that of a run that still runs or failed has no headline. What
+is missing is left out.
 """
 
 import re
