@@ -156,7 +156,7 @@ def test_weights_that_are_not_there_are_refused(data, target, capsys):  # noqa: 
     assert "no best weights in run 'x'" in capsys.readouterr().err
 
 
-def test_a_training_that_stops_early_says_that_it_is_the_best(data, target, monkeypatch, capsys):  # noqa: F811
+def test_a_training_that_stops_early_says_so(data, target, monkeypatch, capsys):  # noqa: F811
     config = Config.create(run_name="x", target=str(target.folder))
     write_random_store(config.store_dir, target)
     said = iter([1.7, 1.4, 1.3, 1.9])

@@ -217,7 +217,7 @@ def test_what_commands_really_read_is_in_the_table(data, target, monkeypatch, ca
         ("drafter_run", "other"),
     ],
 )
-def test_a_setting_without_effect_is_said_to_have_none(data, target, capsys, setting, value):  # noqa: F811
+def test_a_setting_without_effect_is_said(data, target, capsys, setting, value):  # noqa: F811
     """When a training starts, and when it goes on."""
     write_random_store(Config.create(run_name="x").store_dir, target)
     for _ in range(2):

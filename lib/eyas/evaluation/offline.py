@@ -10,7 +10,7 @@ Each held-out sample's last response is walked as serving would do it:
 - One step of the walk stands for one verify step.
 
 What is counted. The response's tokens are P .. E-1: the last run of the loss mask, end-of-turn
-token included. With token p the last one committed (P at first), slot p-1 drafts tokens p+1, p+2, ...
+token included. With token p the last one committed (P at first), slot p-1 drafts tokens p+1, ...
 Those after E-1 are not counted as proposed. The walk ends when token E-1 is committed. The counts
 have the names and meanings of `eyas.evaluation.acceptance`: proposed, reached and accepted by
 position. Every draft is free-running: the drafter sees its own tokens and outputs, and never the
@@ -23,9 +23,9 @@ reported beside the walk to show by how much.
 For sampled decoding the same walk is made in expectation (`sampled_walk`). Where the target draws
 from p and the drafter from q, speculative sampling (Leviathan et al. 2023, theorem 3.5) accepts a
 draft token with probability sum over tokens of min(p, q). p is recomputed from the stored last
-state through the head. q is the drafter's, with the stored tokens fed to it. It assumes that the stored
-text, which the target chose greedily, stands for texts that it draws, and that after an accepted
-draft token the next state is the stored one, whatever was drawn.
+state through the head. q is the drafter's, with the stored tokens fed to it. It assumes that the
+stored text, which the target chose greedily, stands for texts that it draws, and that after an
+accepted draft token the next state is the stored one, whatever was drawn.
 """
 
 from collections.abc import Callable

@@ -19,10 +19,10 @@ NEVER_ACCEPTED = (
 
 def warnings_of(record: dict) -> list[str]:
     """Return the reasons to doubt the figure of acceptance.json, as sentences."""
-    counts = record["counts"]
+    counts = record.get("counts") or {}
     never = never_accepted_warning(counts.get("drafted", 0), counts.get("accepted", 0))
-    repeated = record["repeats"]["warning"]
-    beyond = record.get("beyond_positions")  # older records do not have it
+    repeated = (record.get("repeats") or {}).get("warning")  # older records do not have it
+    beyond = record.get("beyond_positions")  # nor this
     return [warning for warning in (never, beyond, repeated) if warning]
 
 

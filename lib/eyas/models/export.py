@@ -1,7 +1,7 @@
 """Export drafters in the layouts that engines load.
 
-    python -m eyas drafter export --profile demo             # for SGLang, into the run's export folder
-    python -m eyas drafter export --profile demo --to vllm   # for vLLM and speculators, into export/vllm
+    python -m eyas drafter export --profile demo           # for SGLang, into the export folder
+    python -m eyas drafter export --profile demo --to vllm # for vLLM and speculators, into export/vllm
 
 - SGLang's layout is `LlamaForCausalLMEagle3`; serve it with --speculative-draft-model-path. The
   other is speculators' `eagle3`, which vLLM serves too.
@@ -231,7 +231,7 @@ def export_speculators(
 
 
 def written_for(engine: str, config: DrafterConfig, target: Target) -> dict:
-    """Return what the layer ids depend on; `evaluate served` compares it with the running server."""
+    """Return what the layer ids depend on, to compare it with the running server."""
     name, _, version = engine.partition(" ")
     return {
         "engine": name,

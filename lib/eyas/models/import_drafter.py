@@ -1,7 +1,7 @@
 """Import drafters that others trained, so that this project's commands can judge them.
 
     python -m eyas drafter import FOLDER -p run_name theirs          # writes the run's drafter
-    python -m eyas evaluate decode -p drafter_run theirs                      # judges it on the run demo
+    python -m eyas evaluate decode -p drafter_run theirs          # judges it on the run demo
 
 - Two layouts are read: that of SGLang, SpecForge and EAGLE (`midlayer.*` or `layers.0.*`,
   `eagle_config`), and that of speculators and vLLM (`transformer_layer_config`).

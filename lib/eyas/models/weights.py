@@ -41,7 +41,8 @@ PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 UNPACKED_DTYPES = ("F8_E4M3", "F8_E5M2", "I8")  # one code for each value: the shape is the weight's
 CODES = re.compile(r"(?:\.weight_packed|\.qweight|_blocks|\.weight)$")
 COMPANION = re.compile(
-    r"(?:\.weight|\.input|\.output)?_(?:scale|scale_inv|scale_2|global_scale|scales|shape|zero_point|g_idx)$"
+    r"(?:\.weight|\.input|\.output)?"
+    r"_(?:scale|scale_inv|scale_2|global_scale|scales|shape|zero_point|g_idx)$"
     r"|\.(?:qzeros|scales|g_idx|SCB|weight_format)$"
     r"|\.weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\S+)$"
 )

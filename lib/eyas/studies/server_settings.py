@@ -688,8 +688,8 @@ def profile_text(config: Config, result: dict) -> str:
         if not name.startswith("tune_")
     }
     head = [
-        f"# Run {config.run_name} with the server settings that `python -m eyas study server` kept, "
-        f"measured on {result['cores']} CPU cores, device {result['device']}, "
+        f"# Run {config.run_name} with the server settings that `python -m eyas study server`"
+        f" kept, measured on {result['cores']} CPU cores, device {result['device']}, "
         f"SGLang {result['sglang']}:",
         *(f"# {sentence}" for sentence in _gains(result)),
         "# Changed: "
@@ -789,8 +789,8 @@ def summary(result: dict) -> str:
 def how_to_tune(config: Config) -> str:
     """Return the line that says how to get a result."""
     return (
-        f"Run {config.run_name} has no tuned settings: python -m eyas study server searches for some "
-        f"within {config.tune_minutes:g} minutes (-p tune_minutes N for more); "
+        f"Run {config.run_name} has no tuned settings: python -m eyas study server searches for "
+        f"some within {config.tune_minutes:g} minutes (-p tune_minutes N for more); "
         "nothing else needs it."
     )
 
