@@ -248,7 +248,7 @@ def check(
     prompts: list[Prompt],
     folder: Path | None = None,
 ) -> ServedAcceptance:
-    """Serve the drafter and compare what the server accepts with our own decoding of the same prompts.
+    """Serve the drafter and compare what the server accepts with our own decoding.
 
     Write served.parquet and, last, served.json.
     `folder`: an existing checkpoint; by default the drafter is exported. With

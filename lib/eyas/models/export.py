@@ -1,7 +1,7 @@
 """Export drafters in the layouts that engines load.
 
     python -m eyas drafter export --profile demo           # for SGLang, into the export folder
-    python -m eyas drafter export --profile demo --to vllm # for vLLM and speculators, into export/vllm
+    python -m eyas drafter export --profile demo --to vllm # for vLLM, into export/vllm
 
 - SGLang's layout is `LlamaForCausalLMEagle3`; serve it with --speculative-draft-model-path. The
   other is speculators' `eagle3`, which vLLM serves too.

@@ -1,6 +1,6 @@
 """Train many drafters from one store in parallel.
 
-    python -m eyas study layers --profile layers  # the trainings of notebook 06, half an hour on 2 cores
+    python -m eyas study layers --profile layers  # notebook 06, half an hour on 2 cores
 
 Each training is a papermill run of one notebook with changed settings, on Ray. The same command
 resumes the sweep where it stopped.
