@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from eyas_capture import hooks
 from eyas_capture.hooks import Capture, Spool, drafter_state
 
 
@@ -127,3 +128,46 @@ def test_missing_or_merged_rows_are_refused(tmp_path, rows, said):
             "a", lambda: capture.whole(SimpleNamespace(origin_input_ids=list(range(100))), 0, rows)
         )["error"]
     )
+
+
+class Block(torch.nn.Module):
+    """A decoder block as the hooks see one: its stage boundary sums and hands out rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.attn_boundary = SimpleNamespace(capture_output=self.capture_output)
+
+    def capture_output(self, hidden_states, forward_batch):
+        self.calls += 1
+        return hidden_states, hidden_states.clone()
+
+    def forward(self, hidden_states, forward_batch):
+        return hidden_states + 1
+
+
+class Norm(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size))
+
+    def forward(self, hidden, residual):
+        return hidden + residual
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_rank_that_does_not_write_takes_part_and_keeps_no_rows(tmp_path, monkeypatch, writes):
+    """Under tensor parallelism one rank writes. The others join the sum and hold nothing."""
+    monkeypatch.setattr(hooks, "_is_writer", lambda: writes)
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([Block(), Block(), Block()])
+    model.norm = Norm(4)
+    capture = Capture(model, [1, 2, 3], Spool(tmp_path / "spool", 10**6))
+    capture.armed = True
+    hidden = torch.zeros(5, 4)
+    for block in model.layers:
+        hidden = block(hidden, forward_batch=None)
+    model.norm(hidden, hidden)
+    assert [block.calls for block in model.layers] == [0, 1, 1], "every rank takes part"
+    kept = {b: rows[0, 0].item() for b, rows in capture.rows.items()}
+    assert kept == ({1: 1.0, 2: 2.0, 3: 6.0} if writes else {})

@@ -116,7 +116,8 @@ class Capture:
     def _block_hook(self, b: int, signature: inspect.Signature):
         """Return a hook that takes the residual stream that enters block b.
 
-        SGLang's own `StageBoundary.capture_output` takes it.
+        SGLang's own `StageBoundary.capture_output` takes it. It may sum over the tensor-parallel
+        ranks, so every rank calls it; only the rank that writes keeps the rows.
         """
 
         def hook(block, args, kwargs):
@@ -126,7 +127,8 @@ class Capture:
             handle, rows = block.attn_boundary.capture_output(
                 bound.arguments["hidden_states"], bound.arguments["forward_batch"]
             )
-            self.rows[b] = rows  # [S, H]
+            if self.writes:
+                self.rows[b] = rows  # [S, H]
             bound.arguments["hidden_states"] = handle
             return bound.args, bound.kwargs
 
@@ -137,7 +139,7 @@ class Capture:
 
         The final norm is given these two, and norms their sum.
         """
-        if not self.armed:
+        if not (self.armed and self.writes):
             return
         hidden = args[0]  # [S, H]
         residual = args[1] if len(args) > 1 else kwargs.get("residual")
