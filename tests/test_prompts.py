@@ -24,7 +24,13 @@ from eyas.models.target import load_target, with_kwargs
 from eyas.prompts import build, chat_template, prompt_set, responses
 from eyas.prompts.build import build_prompts
 from eyas.prompts.chat_template import encode
-from eyas.prompts.prompt_set import Conversation, load_prompts
+from eyas.prompts.prompt_set import (
+    Conversation,
+    import_file,
+    load_prompts,
+    load_questions,
+    usable,
+)
 from eyas.prompts.topics import TOPICS
 from helpers.templates import CHATML, OPENS, STRIPS, THINKS
 from helpers.tiny import CHAT_TEMPLATE
@@ -219,7 +225,7 @@ def test_safe_sample_ids_are_kept(tmp_path):
         (line(split="test"), "sample a has split 'test'"),
         (line(messages=[]), "sample a has no messages"),
         (
-            line(messages=[{"role": "tool", "content": "x"}]),
+            line(messages=[{"role": "critic", "content": "x"}]),
             "sample a has a message without role or text",
         ),
         (
@@ -239,6 +245,65 @@ def test_bad_files_get_one_clear_line(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(EyasError, match=re.escape(message)):
         load_prompts(path)
+
+
+QUESTION = {"role": "user", "content": "What is 2 + 2?"}
+ANSWER = {"role": "assistant", "content": "4."}
+
+
+@pytest.mark.parametrize(
+    "row, reason",
+    [
+        ({"tools": [{"type": "function"}]}, "the row has tools"),
+        (
+            {"messages": [QUESTION, ANSWER | {"reasoning_content": "Two and two."}]},
+            "a turn has reasoning_content",
+        ),
+        (
+            {"messages": [QUESTION, {"role": "assistant", "content": "", "tool_calls": [{}]}]},
+            "a turn has tool_calls",
+        ),
+        (
+            {"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [{}]}]},
+            "a turn has tool_calls",
+        ),
+        (
+            {"messages": [QUESTION, {"role": "tool", "content": "4"}, ANSWER]},
+            "a turn of 'tool'",
+        ),
+        ({"messages": [QUESTION, ANSWER | {"weight": 0.5}]}, "a turn has weight 0.5"),
+    ],
+)
+def test_a_row_with_fields_that_are_not_used_is_left_out_with_its_reason(
+    tmp_path, tokenizer, capsys, row, reason
+):
+    """Its chat template would read them, so the text would not be what the model sees."""
+    path = tmp_path / "p.jsonl"
+    rows = [json.loads(line("a", messages=[QUESTION, ANSWER])) | row, json.loads(line("b"))]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    first, second = load_prompts(path).conversations
+    with pytest.raises(EyasError, match=f"sample a is left out: {reason}"):
+        encode(first, tokenizer, 512)
+    assert [c.id for c in usable([first, second])] == ["b"]
+    assert reason in capsys.readouterr().err
+    questions = tmp_path / "q.jsonl"
+    questions.write_text("\n".join(json.dumps({"messages": r["messages"]} | r) for r in rows))
+    assert [c.id for c in load_questions(questions)] == ["b"]
+    report = import_file(path, tmp_path / "imported.jsonl", 0.0, 0)
+    assert f"line 1 has what is not used: {reason}" in report
+    assert "1 of 2 rows left out" in report
+
+
+def test_an_answer_of_weight_0_is_context_and_not_supervised(tokenizer):
+    first, second = ANSWER | {"weight": 0}, {"role": "assistant", "content": "6."}
+    messages = [QUESTION, first, {"role": "user", "content": "And 3 + 3?"}, second]
+    sample = encode(conversation(messages), tokenizer, 512)
+    whole = encode(conversation([*messages[:1], ANSWER, *messages[2:]]), tokenizer, 512)
+    assert sample.input_ids.tolist() == whole.input_ids.tolist(), "it is still read"
+    assert supervised(whole, tokenizer) == ["4.<|im_end|>", "6.<|im_end|>"]
+    assert supervised(sample, tokenizer) == ["6.<|im_end|>"] and not sample.warnings
+    with pytest.raises(EyasError, match="loss mask is zero everywhere"):
+        encode(conversation([QUESTION, first]), tokenizer, 512)
 
 
 def test_no_file_and_no_utf8(tmp_path):

@@ -49,7 +49,7 @@ from eyas.errors import EyasError
 from eyas.models.drafter import DraftCache, Drafter
 from eyas.models.target import Target
 from eyas.prompts.chat_template import Sample, encode
-from eyas.prompts.prompt_set import PromptSet
+from eyas.prompts.prompt_set import PromptSet, usable
 
 
 @dataclass
@@ -667,7 +667,7 @@ def heldout_samples(config: Config, target: Target, prompts: PromptSet) -> list[
     """
     tokenizer = target.tokenizer()
     conversations = prompts.select("heldout", config.decode_prompts, config.seed)
-    return [encode(conversation, tokenizer, config.max_length) for conversation in conversations]
+    return [encode(c, tokenizer, config.max_length) for c in usable(conversations)]
 
 
 def load_model(target: Target, dtype: torch.dtype, device: str):

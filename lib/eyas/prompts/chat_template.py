@@ -43,6 +43,7 @@ def encode(conversation: Conversation, tokenizer, max_length: int) -> Sample:
     - The place of an answer is found by rendering the messages before it with the generation
       prompt, and then with the answer. A template without a generation prompt needs
       `{% generation %}` markers. The place is never found by a search for the answer's text.
+    - An answer with "weight": 0 is context: it is not supervised.
     - Only what the model writes after the generation prompt is supervised. An earlier answer that
       the template rewrites (it leaves thoughts out) is not supervised, and a warning says so.
 
@@ -51,6 +52,12 @@ def encode(conversation: Conversation, tokenizer, max_length: int) -> Sample:
     supervises nothing or everything; no supervised token is left after the cut at `max_length`.
     """
     id = conversation.id
+    if conversation.unusable:
+        raise EyasError(
+            f"sample {id} is left out: {conversation.unusable}",
+            "turns of plain text",
+            "write the text as the model has to write it, without these fields",
+        )
     messages = list(conversation.messages)
     warnings = []
     while messages and messages[-1]["role"] != "assistant":
@@ -67,9 +74,14 @@ def encode(conversation: Conversation, tokenizer, max_length: int) -> Sample:
     warnings += ["empty answer" for m in answers if m["content"] == ""]
     _refuse_control_tokens(id, messages, tokenizer)
     text, spans = _answer_spans(id, messages, tokenizer)
-    if left_out := spans.count(None):
+    rewritten = spans.count(None)
+    spans = [
+        None if answer.get("weight", 1) == 0 else span
+        for span, answer in zip(spans, answers, strict=True)
+    ]
+    if rewritten:
         warnings.append(
-            f"{left_out} of {len(answers)} answers not supervised: the chat template rewrites them"
+            f"{rewritten} of {len(answers)} answers not supervised: the chat template rewrites them"
         )
     ids, mask = _ids_and_mask(text, spans, answers, tokenizer)
     _check_round_trip(id, ids, text, tokenizer)

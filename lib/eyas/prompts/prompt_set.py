@@ -8,6 +8,9 @@
 
 - A line of the file: {"id", "category", "topic", "split", "messages": [{"role", "content"}, ...]}.
 - The split is by topic: no word of a held-out topic is in a training conversation.
+- A message may have "weight": 0. It is context then, and its answer is not supervised.
+- A row with tools, thoughts beside the text, or other fields that chat templates read and that are
+  not used here is left out, and counted with its reason.
 - A generated answer also has "finish" and "same_ids". "stop": the model ended its turn itself.
   "length": it was cut, and the template's end-of-turn token is not supervised. same_ids: its text
   gives the model's own token ids again.
@@ -18,6 +21,7 @@ import gzip
 import importlib.resources
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +30,20 @@ from eyas.config import Config
 from eyas.errors import EyasError
 from eyas.files import read_json, set_aside, sha256_file, sha256_json, write_text
 
+# Fields that chat templates read and that are not passed to them here.
+ROW_FIELDS = ("tools", "functions", "documents", "tool_choice", "parallel_tool_calls")
+MESSAGE_FIELDS = (
+    "tool_calls",
+    "tool_call_id",
+    "function_call",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "images",
+    "audio",
+    "videos",
+)
+TOOL_ROLES = ("tool", "function", "developer", "ipython")
 SAFE_ID = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,200}")  # safe as a file name on every system
 
 
@@ -38,6 +56,7 @@ class Conversation:
     topic: str
     split: str  # "train" or "heldout"
     messages: tuple  # of {"role", "content"}; a generated answer also has "finish" and "same_ids"
+    unusable: str = ""  # why it is left out, in words; empty where it is used
 
     def to_dict(self) -> dict:
         """Return the conversation as a line of the file has it."""
@@ -56,7 +75,7 @@ class Conversation:
 
 
 # A file with other fields than these holds more than we write.
-QUESTION_FIELDS = {field.name for field in dataclasses.fields(Conversation)}
+QUESTION_FIELDS = {field.name for field in dataclasses.fields(Conversation)} - {"unusable"}
 
 
 def write_prompts(path: Path, conversations: list[Conversation]) -> Path:
@@ -173,6 +192,8 @@ def load_questions(path: Path) -> list[Conversation]:
             raise EyasError(f"{where} is not an object", expected)
         defaults = {"id": f"line-{number}", "category": path.stem, "topic": ""}
         conversation = _conversation(defaults | row | {"split": "heldout"}, where)
+        if not usable([conversation]):
+            continue
         messages = conversation.messages
         user_turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
         if not user_turns:
@@ -318,19 +339,23 @@ def _messages(row, where: str, expected: str) -> list[dict]:
     turns = (row.get("conversations") or row.get("messages")) if isinstance(row, dict) else None
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise EyasError(f"{where} has neither conversations nor messages", expected)
+    reason = _unusable(row | {"messages": turns})
+    if reason:
+        raise EyasError(f"{where} has what is not used: {reason}", "conversations of plain text")
     messages = []
     for turn in turns:
         speaker = turn.get("from", turn.get("role"))
         text = turn.get("value", turn.get("content"))
         if isinstance(text, list) and all(_is_text_part(part) for part in text):
             text = "".join(part["text"] for part in text)
-        if speaker not in SPEAKERS or not isinstance(text, str) or turn.get("tool_calls"):
+        if speaker not in SPEAKERS or not isinstance(text, str):
             raise EyasError(
                 f"{where} has a turn of {speaker!r} that is not plain text of system,"
                 " user or assistant",
                 "conversations without tools and pictures",
             )
-        messages.append({"role": SPEAKERS[speaker], "content": text})
+        weight = {"weight": turn["weight"]} if "weight" in turn else {}
+        messages.append({"role": SPEAKERS[speaker], "content": text} | weight)
     if next((m["role"] for m in messages if m["role"] != "system"), "") != "user":
         raise EyasError(f"{where} does not begin with a question", "a user turn first")
     return messages
@@ -348,6 +373,7 @@ def _conversation(row, where: str) -> Conversation:
         )
     id = row.get("id")
     messages = row.get("messages")
+    unusable = _unusable(row)
     # Ids name samples in indexes, logs and other projects' files, so a bad one is refused here,
     # before anything is written.
     if not isinstance(id, str) or not SAFE_ID.fullmatch(id):
@@ -365,7 +391,7 @@ def _conversation(row, where: str) -> Conversation:
         )
     if not isinstance(messages, list) or not messages:
         raise EyasError(f"{where}: sample {id} has no messages", 'a list of {"role", "content"}')
-    for message in messages:
+    for message in messages if not unusable else []:
         if (
             not isinstance(message, dict)
             or message.get("role") not in ("system", "user", "assistant")
@@ -390,7 +416,33 @@ def _conversation(row, where: str) -> Conversation:
             f"{where}: sample {id} has half a surrogate pair in its category or topic",
             "whole characters",
         )
-    return Conversation(id, category, topic, row["split"], tuple(messages))
+    return Conversation(id, category, topic, row["split"], tuple(messages), unusable)
+
+
+def _unusable(row: dict) -> str:
+    """Return why a row is left out: what a chat template would read of it and is not used here."""
+    fields = [f"the row has {name}" for name in ROW_FIELDS if row.get(name)]
+    messages = row.get("messages")
+    for message in messages if isinstance(messages, list) else []:
+        if not isinstance(message, dict):
+            continue
+        role = message.get("role", message.get("from"))
+        if role in TOOL_ROLES:
+            fields.append(f"a turn of {role!r}")
+        fields += [f"a turn has {name}" for name in MESSAGE_FIELDS if message.get(name)]
+        if message.get("weight", 1) not in (0, 1):
+            fields.append(f"a turn has weight {message['weight']!r}, neither 0 nor 1")
+    if not fields:
+        return ""
+    return ", ".join(dict.fromkeys(fields)) + ": the chat template is given role and text only"
+
+
+def usable(conversations: list[Conversation]) -> list[Conversation]:
+    """Return the conversations that are used, and print one line for each that is left out."""
+    for conversation in conversations:
+        if conversation.unusable:
+            print(f"left out: {conversation.id}: {conversation.unusable}", file=sys.stderr)
+    return [conversation for conversation in conversations if not conversation.unusable]
 
 
 def _has_half_pair(text: str) -> bool:

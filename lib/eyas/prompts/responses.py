@@ -27,7 +27,13 @@ from eyas.prompts.chat_template import (
     template_hash,
     tokenizer_hash,
 )
-from eyas.prompts.prompt_set import Conversation, PromptSet, keep_earlier_answers, write_prompts
+from eyas.prompts.prompt_set import (
+    Conversation,
+    PromptSet,
+    keep_earlier_answers,
+    usable,
+    write_prompts,
+)
 from eyas.server.serve import LIMITS, Server
 
 ATTEMPTS = 4  # per request, for failures of the transport
@@ -92,7 +98,7 @@ def generate_responses(
             "python -m eyas server down, then python -m eyas server up",
         )
     tokenizer = target.tokenizer()
-    asked = [c.questions() for c in conversations]
+    asked = [c.questions() for c in usable(conversations)]
     settings = _settings(target, tokenizer, status, asked, max_new_tok)
     name = f"{out_path.stem}-{sha256_json(settings)[:16]}.partial.jsonl"
     partial = data_dir() / "responses" / name

@@ -56,7 +56,7 @@ from eyas.models.target import Target
 from eyas.parity.checks import FLOORS, distance
 from eyas.passthrough import add_to, read_variables
 from eyas.prompts.chat_template import Sample, encode
-from eyas.prompts.prompt_set import PromptSet, chosen
+from eyas.prompts.prompt_set import PromptSet, chosen, usable
 from eyas.server.serve import LIMITS, Server, check_for_capture, server_up
 
 MEASURES = ("prefill", "decode")
@@ -591,7 +591,7 @@ def tune(config: Config, target: Target, prompts: PromptSet) -> dict:
     tokenizer = target.tokenizer()
     samples = [
         encode(c, tokenizer, config.max_length)
-        for c in chosen(config, prompts)[: config.tune_samples]
+        for c in usable(chosen(config, prompts))[: config.tune_samples]
     ]
     if not samples:
         raise EyasError(
