@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -1180,3 +1181,27 @@ def test_fp8_stores_train(data, target, tmp_path):
         target,
     )
     assert pd.read_parquet(folder / "metrics.parquet")["loss"].notna().all()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_byte_that_is_altered_after_the_certificate_stops_the_training(
+    data, store, target, threads
+):
+    """Each sample's hash is compared when it is first read; the message says how to mend it."""
+    shard = next((store.folder / "shards").glob("*.safetensors"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:])
+    config = config_for(epochs=1.0, threads=threads)
+    with pytest.raises(EyasError, match="holds sample .* is torn or altered.*verify --repair"):
+        train(config, Store.open(store.folder), target)
+    assert not (config.drafter_dir / "drafter.safetensors").exists()
+
+
+def test_what_a_training_does_not_check_is_said(data, store, target, capsys):
+    """A read of some of a sample's boundaries cannot be compared with the hash of all of them."""
+    train(config_for(epochs=1.0), store, target)
+    assert "altered bytes" not in capsys.readouterr().out
+    shutil.rmtree(config_for().drafter_dir)
+    few = tuple(b for b in store.boundaries if b != target.n_blocks)[:1]
+    train(config_for(epochs=1.0, boundaries=few), store, target)
+    assert "altered bytes are not noticed here; python -m eyas verify" in capsys.readouterr().out

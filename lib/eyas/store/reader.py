@@ -137,6 +137,7 @@ class Store:
         self.boundaries = tuple(manifest["boundaries"])
         self._row = {id: n for n, id in enumerate(index["id"])}
         self._shards: dict[str, safe_open] = {}
+        self._checked: set[str] = set()  # samples whose content hash was compared
         # It names the run, because a mixture reads the stores of several runs.
         self._repair = f"python -m eyas verify --repair -p run_name {self.folder.parent.name}"
 
@@ -206,8 +207,10 @@ class Store:
     def read(self, id: str, boundaries: tuple[int, ...] | None = None) -> Sample:
         """Return one sample with its states at these boundaries, or at all that the store has.
 
-        Only these bytes are read (memory map). fp8 states are returned in bfloat16. Raise EyasError
-        for a sample or a boundary that the store does not have, or a shard that cannot be read.
+        Only these bytes are read (memory map). fp8 states are returned in bfloat16. The first read
+        of a sample with all boundaries compares its content hash; see `checks`. Raise EyasError for
+        a sample or a boundary that the store does not have, and for a shard that cannot be read or
+        is not what was written.
         """
         row = self._extracted(self.row(id))
         missing = set(boundaries or ()) - set(self.boundaries)
@@ -220,6 +223,10 @@ class Store:
         boundaries = self.boundaries if boundaries is None else boundaries
         stored = self._readable(row, row, boundaries)
         mask = self._checked_mask(stored["loss_mask"], row)  # [T]
+        if self.checks(boundaries) and id not in self._checked:
+            if content_hash(stored) != row["content_hash"]:
+                raise self._altered(row)
+            self._checked.add(id)
         states = {b: stored[tensor_name(b)] for b in boundaries}  # [T, H] each
         if self.manifest["dtype"] == "float8_e4m3fn":
             states = {b: from_fp8(rows, stored[f"scale_{b}"]) for b, rows in states.items()}
@@ -233,6 +240,13 @@ class Store:
             bool(row["truncated"]),
             row["topic"],
         )
+
+    def checks(self, boundaries: tuple[int, ...]) -> bool:
+        """Return whether a read of these boundaries compares the sample's content hash.
+
+        The hash covers all boundaries, so a read of fewer cannot be compared without reading more.
+        """
+        return set(boundaries) == set(self.boundaries)
 
     def texts(self, ids: list[str]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Yield (id, input_ids int64 [T], loss_mask bool [T]) of each sample, shard by shard.
@@ -278,12 +292,15 @@ class Store:
     def _checked_mask(self, mask: torch.Tensor, row) -> torch.Tensor:
         """Return a stored mask, uint8 [T], as bool [T]. Raise EyasError if it is damaged."""
         if len(mask) != row["length"] or mask.max() > 1:
-            raise EyasError(
-                f"{row['shard']}, which holds sample {row['id']!r}, is torn or altered",
-                "as it was written",
-                self._repair,
-            )
+            raise self._altered(row)
         return mask.bool()
+
+    def _altered(self, row) -> EyasError:
+        return EyasError(
+            f"{row['shard']}, which holds sample {row['id']!r}, is torn or altered",
+            "as it was written",
+            self._repair,
+        )
 
     def stored(self, row, boundaries: tuple[int, ...] | None = None) -> dict[str, torch.Tensor]:
         """Return the stored tensors of an index row, without conversion."""

@@ -602,6 +602,16 @@ class Training:
 
     # ---- life of a run
 
+    def _say_what_is_not_checked(self) -> None:
+        """Print a note for each store whose samples are read in part, so without their hashes."""
+        for name, store in self.data.stores.items():
+            if not store.checks(self.boundaries.with_last):
+                print(
+                    f"note: the store of run {name!r} has more boundaries than this training reads,"
+                    " so altered bytes are not noticed here;"
+                    f" python -m eyas verify -p run_name {name} finds them"
+                )
+
     def run(self, on_step=None) -> None:
         """Take all steps that are left, with evaluations and checkpoints, and save the drafter."""
         begun = self.step
@@ -612,6 +622,8 @@ class Training:
         if distributed.RANK == 0:
             keep_imported(self.config, self.prepared.start)
             self.metrics_of_run.open_board(self.step)
+            if left:
+                self._say_what_is_not_checked()
             if begun and left:
                 print(f"goes on after optimiser step {begun} of {len(self.steps)}")
             elif begun:
