@@ -349,7 +349,7 @@ def check_hook(forward: ast.FunctionDef, args: list[str], kwargs: dict[str, str]
         )
     )
     capture = Capture.__new__(Capture)
-    capture.armed, capture.rows = True, {}
+    capture.armed, capture.writes, capture.rows = True, True, {}
     block = SimpleNamespace(
         attn_boundary=SimpleNamespace(
             capture_output=lambda states, batch: ("handle", (states, batch))

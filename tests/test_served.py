@@ -47,7 +47,7 @@ from eyas.models.layer_ids import engine_boundaries
 from eyas.models.target import load_target
 from eyas.report import plots, summary
 from eyas.report import run as report
-from eyas.report.parameters import Answer
+from eyas.report.parameters import Answer as NotebookAnswer
 from eyas.server.serve import serving_up
 from eyas.store.reader import Rows
 from helpers.stores import write_store
@@ -543,7 +543,7 @@ def test_the_page_of_a_drafter_that_sglang_cannot_serve(world, tmp_path, monkeyp
     names = {
         "config": run,
         "model": target,
-        "answer": Answer(),
+        "answer": NotebookAnswer(),
         "drafter": drafter,
         "prompts": prompts,
         "store": store,

@@ -188,7 +188,7 @@ def make(folder: Path, *arguments: str, version_is_wrong: int = 0) -> tuple[int,
     return done.returncode, called.read_text().splitlines() if called.exists() else [], done.stderr
 
 
-TEST = "-m pytest -n 2 --dist loadfile --no-loadscope-reorder"
+TEST = "-m pytest -n 2 --dist loadgroup --no-loadscope-reorder"
 LINT = [
     "-m ruff check",
     "-m ruff format --check",

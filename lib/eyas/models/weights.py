@@ -215,9 +215,22 @@ def empty_model(folder: Path, config: dict, trust_remote_code: bool):
         )
     with torch.device("meta"), no_init_weights():
         if cls is not None:
-            return cls(_dense(cls.config_class.from_dict(copy.deepcopy(config))))
+            return cls(_dense(cls.config_class.from_dict(_with_tie_of_text(config))))
         settings = _dense(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True))
         return transformers.AutoModelForCausalLM.from_config(settings, trust_remote_code=True)
+
+
+def _with_tie_of_text(config: dict) -> dict:
+    """Return a copy of config.json in which a wrapper ties its head as its language model does.
+
+    The head is the language model's. Where only `text_config` says whether it is tied, the class of
+    the wrapper would take its own default.
+    """
+    config = copy.deepcopy(config)
+    text = config.get("text_config")
+    if isinstance(text, dict) and "tie_word_embeddings" in text:
+        config.setdefault("tie_word_embeddings", text["tie_word_embeddings"])
+    return config
 
 
 def _class_by_type(model_type: str | None):
