@@ -229,6 +229,49 @@ def test_a_whole_target_of_each_family(tmp_path, capsys, family):
     assert re.search(r"^blocks \(N\) +8$", facts, re.M) and "default boundaries   2, 4, 5" in facts
 
 
+def kimi(folder: Path) -> dict:
+    """A config.json of Kimi-K2.5's architecture, with its text model's beside other files."""
+    make_tiny_target(folder, n_blocks=8, family="DeepseekV3")
+    text = json.loads((folder / "config.json").read_text())
+    return {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": text}
+
+
+def processor_line(folder: Path, config: dict, capsys) -> str:
+    _, out = asked(folder, config, capsys)
+    return next((line for line in out.splitlines() if line.split()[1:2] == ["processor"]), "")
+
+
+def test_a_missing_file_of_the_processor_is_named(tmp_path, capsys):
+    """SGLang ends in AutoProcessor without it, for each architecture of its own list."""
+    folder = tmp_path / "kimi"
+    config = kimi(folder)
+    line = processor_line(folder, config, capsys)
+    assert "WRONG" in line and "preprocessor_config.json" in line
+    code = {"AutoProcessor": "kimi_processor.KimiProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps({"auto_map": code}))
+    assert "lacks kimi_processor.py" in processor_line(folder, config, capsys)
+    (folder / "kimi_processor.py").write_text("from .media_utils import ensure\n")
+    assert "lacks media_utils.py" in processor_line(folder, config, capsys)
+    (folder / "media_utils.py").write_text("ensure = None\n")
+    assert "ok" in processor_line(folder, config, capsys)
+    (folder / "preprocessor_config.json").unlink()
+    text_only = config | {"language_model_only": True}
+    assert "SGLang loads none" in processor_line(folder, text_only, capsys)
+
+
+def test_missing_code_of_a_tokenizer_is_named(tmp_path, capsys):
+    folder = tmp_path / "tiny"
+    make_tiny_target(folder, n_blocks=8)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    own = {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"auto_map": own}))
+    config = json.loads((folder / "config.json").read_text())
+    code, out = asked(folder, config, capsys)
+    assert code == 1 and "its code is not in the folder: tokenization_own.py" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert not [words for words in lines if words[1:2] == ["processor"]], "a text model needs none"
+
+
 def test_a_config_alone_is_enough(tmp_path, capsys):
     code, out = asked(tmp_path / "kimi", KIMI, capsys)
     assert (

@@ -25,7 +25,7 @@ from eyas.errors import EyasError
 from eyas.files import ROOT, data_dir, read_json
 from eyas.models.boundaries import MIN_BLOCKS, default_boundaries
 from eyas.models.layer_ids import SGLANG, engine_ids, round_trip, round_trip_text, rule
-from eyas.models.sglang_source import SETTER, architectures, family
+from eyas.models.sglang_source import SETTER, architectures, family, multimodal_architectures
 from eyas.progress import bytes_text
 
 GIB = 2**30
@@ -39,6 +39,7 @@ PLUGIN_TIMEOUT_S = 600.0
 DATA_BYTES = 3 * GIB
 TEMPORARY_BYTES = GIB // 2
 MEMORY_BYTES = 4 * GIB
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -135,6 +136,7 @@ def target_doctor(name: str) -> tuple[list[Check], str]:
         check_dtype(text, config),
         check_code(config),
         *check_tokenizer(folder, text.get("vocab_size", 0)),
+        *check_processor(folder, config),
         check_weights(folder, config, meminfo),
         *check_names(folder, config),
         check_cpu(config, text),
@@ -278,13 +280,68 @@ def check_code(config: dict) -> Check:
     return Check(name, True, "none")
 
 
+def check_processor(folder: Path, config: dict) -> list[Check]:
+    """Check the files of the processor that SGLang loads for a model that also sees or hears.
+
+    SGLang calls transformers' AutoProcessor for these architectures and ends if it cannot. A
+    config.json with "language_model_only": true goes without. Nothing is run: files are looked for.
+    """
+    architecture = (config.get("architectures") or [""])[0]
+    if architecture not in multimodal_architectures():
+        return []
+    if config.get("language_model_only"):
+        return [Check("processor", None, "language_model_only in config.json: SGLang loads none")]
+    if [path.name for path in folder.iterdir()] == ["config.json"]:
+        return [Check("processor", None, "not looked for: config.json is alone")]
+    settings = [name for name in PROCESSOR_FILES if (folder / name).is_file()]
+    missing = [] if settings else ["preprocessor_config.json"]
+    for name in settings:
+        missing += _missing_code(folder, read_json(folder / name).get("auto_map") or {})
+    command = (
+        'copy the rest of the model\'s folder; or add "language_model_only": true to config.json,'
+        " which serves text only"
+    )
+    if missing:
+        needed = ", ".join(dict.fromkeys(missing))
+        detail = f"SGLang needs it for {architecture}, and the folder lacks {needed}"
+        return [Check("processor", False, detail, command)]
+    return [Check("processor", True, f"{', '.join(settings)} for SGLang's processor")]
+
+
+def _missing_code(folder: Path, auto_map: dict) -> list[str]:
+    """Return the Python files that `auto_map` names and the folder lacks, with what they import."""
+    classes = [name for value in auto_map.values() for name in _as_list(value) if name]
+    waiting = [name.split("--")[-1].split(".")[0] for name in classes]
+    seen = set()
+    missing = []
+    while waiting:
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        path = folder / f"{module}.py"
+        if not path.is_file():
+            missing.append(path.name)
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        waiting += re.findall(r"^\s*from \.(\w+) import", text, re.MULTILINE)
+    return missing
+
+
+def _as_list(value) -> list:
+    return value if isinstance(value, list) else [value]
+
+
 def check_tokenizer(folder: Path, vocab_size: int) -> list[Check]:
     """Check that the tokenizer loads, that its ids fit the model, and its chat template."""
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model")
     if not any((folder / name).is_file() for name in files):
         return [Check("tokenizer", None, "none in the folder: not checked")]
     settings = folder / "tokenizer_config.json"
-    if settings.is_file() and "auto_map" in read_json(settings):
+    if settings.is_file() and (own := read_json(settings).get("auto_map")):
+        if missing := _missing_code(folder, own):
+            detail = f"its code is not in the folder: {', '.join(missing)}"
+            return [Check("tokenizer", False, detail, "copy the rest of the model's folder")]
         return [Check("tokenizer", None, "has code of its own, which is not run here")]
     try:
         from transformers import AutoTokenizer

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SETTER = "set_eagle3_layers_to_capture"
+MULTIMODAL = "multimodal_model_archs"
 Place = tuple[str, str]  # (model file without .py, dots for folders, class)
 
 
@@ -42,6 +43,23 @@ def _entries() -> dict[str, str]:
         if entry:
             entries |= dict.fromkeys(re.findall(r"\w+", entry[1]), path.stem)
     return entries
+
+
+@functools.cache
+def multimodal_architectures() -> frozenset[str]:
+    """Return the architectures for which SGLang loads a processor beside the tokenizer.
+
+    They are the list `multimodal_model_archs` of srt/configs/model_config.py.
+    """
+    spec = importlib.util.find_spec("sglang")
+    if spec is None:
+        return frozenset()
+    folder = Path(spec.submodule_search_locations[0], "srt", "configs")
+    for node in ast.parse((folder / "model_config.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == MULTIMODAL:
+            parts = ast.walk(node.value)  # the list has expressions too, so it is not evaluated
+            return frozenset(part.value for part in parts if isinstance(part, ast.Constant))
+    return frozenset()
 
 
 @functools.cache
